@@ -1,0 +1,228 @@
+"""``--attention-backend tessera``: SGLang's attention interface over parts and kernels.
+
+Reads the keys and values where SGLang's own pools keep them: the compressed rows of an MLA model
+(never expanded), the K and V of any other. A request without spans is one part per layer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tessera_sglang.attention.kernels.torch_kernel import TorchKernel
+from tessera_sglang.attention.layout import ContextLayout
+from tessera_sglang.attention.merge import merge_into
+from tessera_sglang.attention.plan import Plan, RequestQueries, build_plan
+from tessera_sglang.attention.rope import RelativeRotation
+
+from .compat import (
+    AttentionBackend,
+    AttentionBackendRegistry,
+    ForwardBatch,
+    KVWriteLoc,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+    ScheduleBatch,
+    absorbed_mla,
+)
+from .reader import reader_of
+from .survey import Survey
+
+logger = logging.getLogger(__name__)
+
+LAYOUTS = "tessera_layouts"  # attribute of a ForwardBatch: one layout or None per request
+
+
+class UnservableError(RuntimeError):
+    """The model or its pool is not one that the backend can serve."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Batch:
+    """What every layer of one forward pass shares."""
+
+    plan: Plan
+    slots: tuple[Tensor, ...]  # per request, int64 [seq_tokens]: where each row position is stored
+
+
+class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
+    """PyTorch kernel on any device; one part per request, more where it reads spans."""
+
+    def __init__(self, runner: Any, survey: Survey) -> None:
+        super().__init__()
+        self.pool = runner.token_to_kv_pool
+        self.mla = isinstance(self.pool, MLATokenToKVPool)
+        _check_pool(self.pool)
+        self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
+        self.survey = survey
+        self.kernel = TorchKernel()
+        self.dispatched: Counter[tuple[str, str]] = Counter()
+        self._batch: _Batch | None = None
+
+    # --- once per forward pass -------------------------------------------------------------------
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Build the plan and look up where every row is stored."""
+        lengths: list[int] = forward_batch.seq_lens_cpu.tolist()
+        extend = not forward_batch.forward_mode.is_decode_or_idle()
+        queries = forward_batch.extend_seq_lens_cpu if extend else [1] * len(lengths)
+        layouts = getattr(forward_batch, LAYOUTS, None) or [None] * len(lengths)
+        requests: list[RequestQueries] = []
+        start = 0
+        for tokens, length, layout in zip(queries, lengths, layouts, strict=True):
+            requests.append(RequestQueries(start, tokens, length, layout))
+            start += tokens
+        rows = self.req_to_token[forward_batch.req_pool_indices]
+        slots = tuple(row[:n].long() for row, n in zip(rows, lengths, strict=True))
+        plan = build_plan(requests)
+        self._batch = _Batch(plan, slots)
+        self.dispatched["torch", "extend" if extend else "decode"] += len(plan.parts)
+
+    def support_triton(self) -> bool:
+        """The backend itself launches no Triton kernel."""
+        return False
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Never captured: see :mod:`startup`."""
+        return 1
+
+    # --- every layer -----------------------------------------------------------------------------
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of new prompt tokens. q [T, H*D]; returns [T, H*Dv] in q's dtype."""
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Attention of one token per request. q [B, H*D]; returns [B, H*Dv] in q's dtype."""
+        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
+
+    def _forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        extra: dict[str, Any],
+    ) -> Tensor:
+        unknown = {name for name, value in extra.items() if value is not None}
+        if unknown:
+            raise UnservableError(f"layer {layer.layer_id} passes {sorted(unknown)}, which is unknown")
+        if save_kv_cache and k is not None:
+            self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
+        keys = self.pool.get_key_buffer(layer.layer_id)  # [slots, Hkv, D]
+        if self.mla:
+            values = keys[..., : layer.v_head_dim]
+        else:
+            values = self.pool.get_value_buffer(layer.layer_id)  # [slots, Hkv, Dv]
+        heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)  # [T, H, D]
+        out = self._attend(heads, keys, values, layer)
+        return out.to(q.dtype).reshape(out.shape[0], -1)
+
+    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: Any) -> Tensor:
+        batch = self._batch
+        assert batch is not None, "init_forward_metadata was not called"
+        out = q.new_zeros((q.shape[0], q.shape[1], values.shape[-1]), dtype=torch.float32)
+        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
+        for part in batch.plan.parts:
+            rows = slice(part.query_start, part.query_end)
+            part_q = q[rows]
+            if part.rotation:
+                rotation = self.survey.rotation
+                assert rotation is not None, "a reader was admitted on a model without relocation"
+                part_q = rotation.rotate(part_q, part.rotation, start=self.survey.rope_start)
+            part_out, part_lse = self.kernel.attend(
+                part_q,
+                keys,
+                values,
+                batch.slots[part.request][part.key_start : part.key_end],
+                scale=layer.scaling,
+                causal_from=part.causal_from,
+                logit_cap=layer.logit_cap,
+            )
+            if part.merge:
+                merge_into(out, lse, part_out, part_lse, rows)
+            else:
+                out[rows], lse[rows] = part_out, part_lse
+        return out
+
+
+def _check_pool(pool: Any) -> None:
+    """Refuse a pool whose rows are not plain tensors of the model's own dtype."""
+    if type(pool) not in (MLATokenToKVPool, MHATokenToKVPool):
+        raise UnservableError(
+            f"the KV pool is a {type(pool).__name__}, which Tessera's PyTorch kernel does not read; "
+            "it reads MLATokenToKVPool and MHATokenToKVPool. Drop the flag that selects it, "
+            "or choose another --attention-backend"
+        )
+    if pool.store_dtype != pool.dtype:
+        raise UnservableError(
+            f"the KV pool stores {pool.dtype} packed; drop --kv-cache-dtype, "
+            "or choose another --attention-backend"
+        )
+
+
+def register_forward_method() -> None:
+    """MLA layers take the absorbed path under our backend, in prefill and in decode."""
+    AttentionBackendRegistry.register("tessera", absorbed_mla)
+
+
+def attach_layouts(
+    forward_batch: ForwardBatch, cls: Any, batch: ScheduleBatch, *args: Any, **kwargs: Any
+) -> ForwardBatch:
+    """Hook after ``ForwardBatch.init_new``: layouts of the readers, and prompt positions for them.
+
+    A row position says where KV is stored; the rotary phase of a reader's tokens is that of the
+    prompt. In decode the two agree, since the row is exactly as long as the prompt.
+    """
+    readers = [reader_of(req) for req in batch.reqs]
+    if not any(readers):
+        return forward_batch
+    layouts: list[ContextLayout | None] = [r.layout if r is not None else None for r in readers]
+    setattr(forward_batch, LAYOUTS, layouts)
+    if forward_batch.forward_mode.is_decode_or_idle():
+        return forward_batch
+    positions = forward_batch.positions.clone()
+    start = 0
+    for layout, before, tokens in zip(
+        layouts,
+        forward_batch.extend_prefix_lens_cpu,
+        forward_batch.extend_seq_lens_cpu,
+        strict=True,
+    ):
+        if layout is not None:
+            assert before >= layout.shared_tokens, "a reader was scheduled without its spans"
+            own = torch.from_numpy(layout.prompt_positions(before, before + tokens))
+            positions[start : start + tokens] = own.to(positions)
+        start += tokens
+    forward_batch.positions = positions
+    return forward_batch
+
+
+def rotation_of(backend: TesseraBackend) -> RelativeRotation | None:
+    """For tests and reports: how the backend relocates, None when it can not."""
+    return backend.survey.rotation

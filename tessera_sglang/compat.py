@@ -1,0 +1,173 @@
+"""Everything that is used of SGLang, in one place.
+
+Importing this module imports the symbols; :func:`install` registers the hooks; :func:`verify` checks
+that each of them landed. A version that is not in ``KNOWN_VERSIONS``, a symbol that moved or a hook
+that did not land makes ``--attention-backend tessera`` refuse to start (see :mod:`plugin`): SGLang
+itself would only log it and serve something else.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from sglang.srt.arg_groups.choices import add_attention_backend_choices
+from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
+from sglang.srt.arg_groups.overrides import (
+    attention_backends_of,
+    declare_resolution,
+    resolving_view,
+    use_mla_backend,
+)
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.environ import envs
+from sglang.srt.layers.attention.attention_registry import (
+    ATTENTION_BACKENDS,
+    register_attention_backend,
+)
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_policy import AddReqResult
+from sglang.srt.mem_cache.base_prefix_cache import (
+    BasePrefixCache,
+    DecLockRefResult,
+    EvictResult,
+    IncLockRefResult,
+    MatchResult,
+)
+from sglang.srt.mem_cache.memory_pool import (
+    KVWriteLoc,
+    MHATokenToKVPool,
+    MLATokenToKVPool,
+)
+from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.models.deepseek_common.attention_backend_handler import (
+    AttentionBackendRegistry,
+    _dispatch_mla_subtype,
+)
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import attention_backends
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+__all__ = [
+    "AddReqResult",
+    "AttentionBackend",
+    "AttentionBackendRegistry",
+    "AttentionType",
+    "ComponentType",
+    "BasePrefixCache",
+    "DecLockRefResult",
+    "EvictResult",
+    "ForwardBatch",
+    "ForwardMode",
+    "Hook",
+    "HookType",
+    "IncLockRefResult",
+    "IncompatibleError",
+    "KVWriteLoc",
+    "MHATokenToKVPool",
+    "MLATokenToKVPool",
+    "MatchResult",
+    "RadixAttention",
+    "Req",
+    "SamplingParams",
+    "ScheduleBatch",
+    "TreeCacheBuildContext",
+    "absorbed_mla",
+    "attention_backends",
+    "add_attention_backend_choices",
+    "attention_backends_of",
+    "check_version",
+    "declare_resolution",
+    "default_backend",
+    "envs",
+    "install",
+    "register_attention_backend",
+    "register_resolution_hook",
+    "resolving_view",
+    "use_mla_backend",
+    "verify",
+]
+
+KNOWN_VERSIONS = ("0.5.23",)
+
+
+class IncompatibleError(RuntimeError):
+    """The installed SGLang is not one that this version of Tessera knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hook:
+    """One patch of SGLang: a dotted target and what wraps it."""
+
+    target: str
+    kind: HookType
+    function: Callable[..., Any]
+
+
+def check_version() -> None:
+    """Raise IncompatibleError unless the installed SGLang is known."""
+    try:
+        found = version("sglang")
+    except PackageNotFoundError as error:
+        raise IncompatibleError(
+            f"SGLang is not installed; install sglang=={KNOWN_VERSIONS[-1]}"
+        ) from error
+    if found not in KNOWN_VERSIONS:
+        raise IncompatibleError(
+            f"SGLang {found} is installed, but this version of Tessera knows "
+            f"{', '.join(KNOWN_VERSIONS)}; install sglang=={KNOWN_VERSIONS[-1]} "
+            "or a Tessera that knows yours"
+        )
+
+
+def install(hooks: tuple[Hook, ...]) -> None:
+    """Register hooks with SGLang, which applies them once all plugins are loaded."""
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, hook.kind)
+
+
+def verify(hooks: tuple[Hook, ...]) -> None:
+    """Raise IncompatibleError for the first hook that did not land.
+
+    SGLang wraps a target and leaves the original in ``__wrapped__``; several plugins may have
+    wrapped the same one, so the whole chain is looked through.
+    """
+    for hook in hooks:
+        try:
+            found = pkgutil.resolve_name(hook.target)
+        except (ImportError, AttributeError) as error:
+            raise IncompatibleError(f"{hook.target} is gone from this SGLang: {error}") from error
+        if not _wraps(found, hook.function):
+            raise IncompatibleError(
+                f"the hook on {hook.target} did not land; another plugin may replace it: "
+                "restrict plugins with SGLANG_PLUGINS=tessera"
+            )
+
+
+def absorbed_mla(attention: Any, forward_batch: ForwardBatch) -> Any:
+    """Forward method of an MLA layer under our backend: absorbed, so that K/V are never expanded."""
+    return _dispatch_mla_subtype(attention, forward_batch)
+
+
+def default_backend(runner: Any) -> Any:
+    """What SGLang would use for the model on this device, had nobody chosen."""
+    name = get_default_attn_backend(
+        runner.server_args, runner.use_mla_backend, runner.model_config
+    )
+    return ATTENTION_BACKENDS[name](runner)
+
+
+def _wraps(found: Any, function: Callable[..., Any]) -> bool:
+    while found is not None:
+        closure = getattr(found, "__closure__", None) or ()
+        if any(cell.cell_contents is function for cell in closure):
+            return True
+        found = getattr(found, "__wrapped__", None)
+    return False

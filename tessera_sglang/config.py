@@ -1,0 +1,111 @@
+"""``TESSERA_CONFIG``: what a server is told, checked before it starts.
+
+JSON text, or ``@path`` of a JSON file. Unknown keys, wrong types and values whose feature this
+version does not have refuse the start with a message that names the key and the remedy.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import msgspec
+
+VARIABLE = "TESSERA_CONFIG"
+MAX_SPANS = 256  # spans of one request; each is a part of attention in every decode step
+AUTO_ROOT_TEXT = "The following text is given for reference. "
+
+# Keys of the public surface whose feature is not in this version: refused, never ignored.
+_LATER: dict[str, str] = {
+    "span_policy": "declare spans in the request",
+    "host_tier_bytes": "the cache lives on the device only",
+    "disk_tier_path": "the cache lives on the device only",
+    "disk_tier_bytes": "the cache lives on the device only",
+    "remote_tier": "the cache lives on the device only",
+    "remote_tier_extra_config": "the cache lives on the device only",
+    "swa_persistence": "windowed layers go through SGLang's own tree",
+    "swa_checkpoint_tokens": "windowed layers go through SGLang's own tree",
+    "require_salt": "set cache_salt in the requests that need it",
+    "private_spans": "set cache_salt or extra_key in the requests that need it",
+}
+_LATER_VALUES: dict[str, dict[str, str]] = {
+    "kernel": {
+        "flashmla": 'use "auto" or "torch"',
+        "flashinfer": 'use "auto" or "torch"',
+        "triton": 'use "auto" or "torch"',
+        "tilelang": 'use "auto" or "torch"',
+    },
+    "verify": {"latents": 'use "tokens", which is always on'},
+}
+_MEANING: dict[str, str] = {
+    "index": '"content" or "radix"',
+    "kernel": '"auto", "flashmla", "flashinfer", "triton", "tilelang" or "torch"',
+    "link_pages": "a whole number from 0 on",
+    "span_root": '"auto", "none", a text, or a list of token ids',
+    "verify": '"tokens" or "latents"',
+}
+
+
+class ConfigError(ValueError):
+    """``TESSERA_CONFIG`` can not be used; the message says which key and what to do."""
+
+
+class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Settings of this version. See the README for what each one does."""
+
+    index: Literal["content", "radix"] = "content"
+    kernel: Literal["auto", "torch"] = "auto"
+    link_pages: int = 1
+    span_root: str | list[int] = "auto"
+    verify: Literal["tokens"] = "tokens"
+
+
+def load(value: str | None = None) -> Config:
+    """The configuration in ``value``, or in the environment when it is None.
+
+    Raises:
+        ConfigError: what is there can not be used.
+    """
+    text = os.environ.get(VARIABLE, "") if value is None else value
+    if text.startswith("@"):
+        try:
+            text = Path(text[1:]).read_text(encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{VARIABLE} names a file that can not be read: {error}") from error
+    if not text.strip():
+        return Config()
+    try:
+        raw = msgspec.json.decode(text)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{VARIABLE} is not JSON: {error}. Got: {text[:80]!r}") from error
+    return _checked(raw)
+
+
+def _checked(raw: Any) -> Config:
+    if not isinstance(raw, dict):
+        raise ConfigError(f'{VARIABLE} must be a JSON object such as {{"index": "content"}}')
+    for key, value in raw.items():
+        if key in _LATER:
+            raise ConfigError(
+                f"{VARIABLE}: {key!r} is not available in this version; remove the key: {_LATER[key]}"
+            )
+        if key not in _MEANING:
+            known = ", ".join(sorted(_MEANING))
+            raise ConfigError(f"{VARIABLE}: unknown key {key!r}; remove it. Known keys: {known}")
+        later = _LATER_VALUES.get(key, {}).get(value) if isinstance(value, str) else None
+        if later is not None:
+            raise ConfigError(
+                f"{VARIABLE}: {key} = {value!r} is not available in this version; {later}"
+            )
+        try:
+            config = msgspec.convert({key: value}, Config, strict=True)
+        except msgspec.ValidationError as error:
+            raise ConfigError(
+                f"{VARIABLE}: {key} must be {_MEANING[key]}, got {value!r}"
+            ) from error
+        if config.link_pages < 0:
+            raise ConfigError(f"{VARIABLE}: link_pages must be {_MEANING['link_pages']}, got {value!r}")
+        if isinstance(config.span_root, list) and any(t < 0 for t in config.span_root):
+            raise ConfigError(f"{VARIABLE}: span_root must hold token ids from 0 on, got {value!r}")
+    return msgspec.convert(raw, Config, strict=True)

@@ -1,0 +1,81 @@
+"""What a running server says of its cache in ``/server_info``: sizes and counters.
+
+With ``TESSERA_INSPECT_PAGES=1`` it also lists the cached pages as (digest of the token ids, physical
+page), for the content index and for SGLang's tree alike. That is how the demo counts physical copies
+of a document; it is off by default, since digests tell who knows a text that it is there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import os
+from array import array
+from typing import Any
+
+from .cache import TesseraCache
+from .compat import ComponentType
+
+VARIABLE = "TESSERA_INSPECT_PAGES"
+
+
+def page_digest(token_bytes: bytes) -> str:
+    """Short name of a page's token ids (int64, little-endian)."""
+    return hashlib.blake2b(token_bytes, digest_size=8).hexdigest()
+
+
+def add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook after ``Scheduler.get_internal_state``."""
+    cache = scheduler.tree_cache
+    size = cache.page_size
+    state: dict[str, Any] = {
+        "index": type(cache).__name__,
+        "page_tokens": size,
+        "pool_tokens": scheduler.max_total_num_tokens,
+        "held_tokens": scheduler.max_total_num_tokens
+        - scheduler.token_to_kv_pool_allocator.available_size(),
+    }
+    if isinstance(cache, TesseraCache):
+        index = cache.index
+        state |= {
+            "pages": {
+                "sealed": index.page_count,
+                "locked": index.locked_pages,
+                "held": index.held_pages,
+                "evictable": index.evictable_pages,
+            },
+            "counters": dataclasses.asdict(index.counters),
+            "traffic": dataclasses.asdict(cache.traffic),
+        }
+    if os.environ.get(VARIABLE) == "1":
+        content = isinstance(cache, TesseraCache)
+        state["cached_pages"] = _content_pages(cache) if content else _tree_pages(cache, size)
+    result.internal_state["tessera"] = state
+    return result
+
+
+def _content_pages(cache: TesseraCache) -> list[tuple[str, int]]:
+    return [(page_digest(page.tokens), page.page_id) for page in cache.index.pages()]
+
+
+def _tree_pages(cache: Any, size: int) -> list[tuple[str, int]] | None:
+    """Pages of SGLang's tree, node by node; None where its core is not walkable from Python."""
+    root = getattr(getattr(cache, "tree_core", None), "root_node", None)
+    if root is None:
+        return None
+    found: list[tuple[str, int]] = []
+    stack = list(root.children.values())
+    while stack:
+        node = stack.pop()
+        stack.extend(node.children.values())
+        slots = node.component_data[ComponentType.FULL].value
+        if slots is None:
+            continue
+        tokens = array("q", node.key.raw_token_ids()).tobytes()
+        pages = (slots[::size] // size).tolist()
+        width = size * 8
+        found += [
+            (page_digest(tokens[number * width : (number + 1) * width]), page)
+            for number, page in enumerate(pages)
+        ]
+    return found

@@ -1,0 +1,441 @@
+"""From a request's declaration to a scheduled reader.
+
+A request with spans waits in SGLang's own queue, like any other, so that priorities, limits, aborts
+and time-outs work on it unchanged. It is only *hidden* from the scheduling pass while a span of it is
+missing. For a missing span one prefill-only request is queued in its place, whoever else waits; when
+all its spans are resident, the reader holds them and becomes visible.
+
+Nothing here is notified of anything. Before each scheduling pass the queue is looked at as it is
+(:meth:`SpanIntake.arrange`), so a finished, aborted, retracted or flushed request, or one that vanished
+on a path nobody thought of, is simply seen, and its holds are dropped. The same decisions fall on
+every tensor-parallel rank: they depend on the order of requests alone.
+
+Room: a hold keeps pages from new admissions, not from running requests, which may break it. Readers
+start to gather their spans only while what is held, what is on its way and what they will need fit
+the pool together; should the head of the queue still not fit while nothing runs, everybody else's
+holds are dropped for it. So readers that do not fit together are served one after another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from tessera_sglang.attention.layout import lay_out
+from tessera_sglang.memory_pool.keys import PageKey, VisibleSpan
+
+from . import spans as declaration
+from .cache import TesseraCache
+from .compat import AddReqResult, Req, SamplingParams
+from .reader import Body, Reader, attach, reader_of
+
+logger = logging.getLogger(__name__)
+
+SPAN_RID_PREFIX = "tessera-span-"
+BodyIdentity = tuple[PageKey, bytes]
+
+
+@dataclass(frozen=True, slots=True)
+class SpanSettings:
+    """What the server decided about spans at start; ``refusal`` says why it serves none."""
+
+    link_pages: int
+    root: array[int]  # whole pages, possibly none
+    refusal: str | None = None
+
+
+@dataclass(slots=True, eq=False)
+class SpanPrefill:
+    """A body on its way: the request that computes it, and the reader it is computed for first."""
+
+    request: Any
+    body: Body
+    owner: Reader
+    new_pages: int
+
+
+class SpanIntake:
+    """One per scheduler."""
+
+    def __init__(self, scheduler: Any, cache: TesseraCache, settings: SpanSettings) -> None:
+        self.cache = cache
+        self.settings = settings
+        self._scheduler = scheduler
+        self._on_the_way: dict[BodyIdentity, SpanPrefill] = {}
+        self._holding: dict[int, tuple[Any, Reader]] = {}  # by id of the request
+        self._serial = 0
+
+    # --- arrival ---------------------------------------------------------------------------------
+
+    def accept(self, req: Any) -> None:
+        """Make a request that enters the queue a reader, or abort it with the reason.
+
+        Idempotent: a retracted reader enters the queue again and keeps its row order.
+        """
+        if req.to_finish is not None or req.finished():
+            attach(req, None)
+            return
+        if reader_of(req) is not None or is_span_prefill(req):
+            return
+        try:
+            reader = self._read(req)
+        except declaration.SpanError as error:
+            req.set_finish_with_abort(str(error))
+            return
+        if reader is None:
+            return
+        prompt = np.frombuffer(req.origin_input_ids, dtype=np.int64)
+        attach(req, reader)
+        # origin_input_ids_unpadded keeps the prompt order, which detokenisation continues from
+        req.origin_input_ids = array("q", prompt[reader.layout.row_order].tobytes())
+        req.full_untruncated_fill_ids = array("q")
+
+    def _read(self, req: Any) -> Reader | None:
+        prompt: array[int] = req.origin_input_ids
+        raw = declaration.declared(req.sampling_params.custom_params)
+        spans = declaration.parse(raw, len(prompt))
+        if not spans:
+            return None
+        check_request(req, self.settings.refusal)
+        size, root = self.cache.page_size, self.settings.root
+        layout = lay_out(
+            spans,
+            prompt_tokens=len(prompt),
+            page_size=size,
+            root_tokens=len(root),
+            linked_pages=self.settings.link_pages,
+        )
+        if layout is None:
+            return None
+        root_key = self.cache.root_key(req.extra_key, req.cache_salt, req.lora_id)
+        known: dict[bytes, Body] = {}
+        bodies: list[Body] = []
+        visible: list[VisibleSpan] = []
+        for run, at in zip(layout.runs, layout.visible_from, strict=True):
+            tokens = root + prompt[run.body_start : run.body_start + run.body_tokens]
+            body = known.get(tokens.tobytes())
+            if body is None:
+                body = known[tokens.tobytes()] = Body(tokens, self.cache.chain(root_key, tokens))
+            bodies.append(body)
+            last_key = body.chain.key(body.chain.page_count - 1)
+            visible.append(
+                VisibleSpan(at, last_key, run.body_start, run.body_tokens, layout.linked_pages)
+            )
+        reader = Reader(layout, tuple(bodies), tuple(visible))
+        self._check_room(req, reader)
+        return reader
+
+    def _check_room(self, req: Any, reader: Reader) -> None:
+        """Refuse what can never fit; shorten what can not generate as much as it asks for."""
+        scheduler, size = self._scheduler, self.cache.page_size
+        for body in reader.distinct_bodies:
+            if len(body.tokens) >= scheduler.max_req_input_len:
+                raise declaration.SpanError(
+                    f"a span of {len(body.tokens) - len(self.settings.root)} shareable tokens and "
+                    f"the root of {len(self.settings.root)} exceed the maximum input length of "
+                    f"{scheduler.max_req_input_len} tokens; split the span"
+                )
+        remaining = len(reader.layout.remaining)
+        span_pages = _pages_of(reader)
+        room = scheduler.max_total_num_tokens - (span_pages + -(-remaining // size) + 1) * size - 1
+        if room < 0:
+            raise declaration.SpanError(
+                f"the prompt needs {span_pages * size} tokens of KV for its spans (with the root and "
+                f"linked pages) and {remaining} for the rest, more than the pool of "
+                f"{scheduler.max_total_num_tokens} tokens can hold"
+            )
+        params = req.sampling_params
+        params.max_new_tokens = min(params.max_new_tokens, room)
+        params.min_new_tokens = min(params.min_new_tokens, params.max_new_tokens)
+
+    # --- before each scheduling pass -------------------------------------------------------------
+
+    def idle(self, queue: Sequence[Any]) -> bool:
+        """Whether there is nothing to arrange: no reader waits and none holds anything."""
+        return (
+            not self._holding
+            and not self._on_the_way
+            and not any(reader_of(req) is not None for req in queue)
+        )
+
+    def arrange(self, queue: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+        """Split the waiting queue into what may be scheduled now and what must wait for a span.
+
+        Queues span prefills where they are needed. Both lists keep the queue's order.
+        """
+        self._forget_vanished(queue)
+        visible: list[Any] = []
+        hidden: list[Any] = []
+        wanted: set[BodyIdentity] = set()
+        for req in queue:
+            reader = reader_of(req)
+            if reader is None:
+                visible.append(req)
+            elif self._gather(req, reader):
+                visible.append(req)
+            else:
+                visible += self._prefills_for(req, reader, wanted)
+                hidden.append(req)
+        return self._without_unwanted(visible, wanted), hidden
+
+    def _forget_vanished(self, queue: Sequence[Any]) -> None:
+        waiting = {id(req) for req in queue}
+        for key in [key for key in self._holding if key not in waiting]:
+            self.drop_holds(self._holding[key][0])
+        for identity, prefill in list(self._on_the_way.items()):
+            request = prefill.request
+            if id(request) in waiting or request.kv.holds_kv:
+                continue  # queued or running
+            del self._on_the_way[identity]
+            if request.finished():
+                prefill.owner.computed_tokens += _computed(prefill)
+
+    def _gather(self, req: Any, reader: Reader) -> bool:
+        """Hold what is resident of the reader's spans. True when that is all of them."""
+        index = self.cache.index
+        if reader.path is not None:
+            if index.intact(reader.path):
+                return True
+            self.drop_holds(req)
+        for body in reader.distinct_bodies:
+            held = reader.body_holds.get(id(body))
+            if held is not None and index.intact(held):
+                continue
+            if held is not None:
+                index.release(reader.body_holds.pop(id(body)))
+            if body.identity in self._on_the_way:
+                continue
+            pages = index.match(body.chain)
+            if len(pages) == body.chain.page_count:
+                reader.body_holds[id(body)] = held = index.path(pages)
+                index.hold(held)
+                self._holding[id(req)] = req, reader
+        if len(reader.body_holds) < len(reader.distinct_bodies):
+            return False
+        found = [reader.body_holds[id(body)].pages for body in reader.bodies]
+        reader.path = reader.assemble(self.cache, found)
+        index.hold(reader.path)
+        for held in reader.body_holds.values():
+            index.release(held)
+        reader.body_holds.clear()
+        self._holding[id(req)] = req, reader
+        return True
+
+    def _prefills_for(self, req: Any, reader: Reader, wanted: set[BodyIdentity]) -> list[Any]:
+        """Queue what the reader misses and nobody computes yet, if there is room for the reader."""
+        missing = [b for b in reader.distinct_bodies if id(b) not in reader.body_holds]
+        wanted.update(body.identity for body in missing)
+        absent = [body for body in missing if body.identity not in self._on_the_way]
+        if not absent or not self._room_for(reader, absent):
+            return []
+        started = []
+        for body in absent:
+            prefill = self._start(req, reader, body)
+            self._on_the_way[body.identity] = prefill
+            started.append(prefill.request)
+        return started
+
+    def _room_for(self, reader: Reader, absent: Sequence[Body]) -> bool:
+        others = any(held is not reader for _, held in self._holding.values())
+        if not others and not self._on_the_way:
+            return True  # it fits alone: checked on arrival
+        size = self.cache.page_size
+        remaining = -(-len(reader.layout.remaining) // size) + 1
+        coming = sum(prefill.new_pages for prefill in self._on_the_way.values())
+        new = sum(body.chain.page_count for body in absent)
+        total = self._scheduler.max_total_num_tokens // size
+        return self.cache.index.held_pages + coming + new + remaining < total
+
+    def _start(self, req: Any, reader: Reader, body: Body) -> SpanPrefill:
+        """A prefill-only request over ``[root | body]``, in the reader's namespace and priority."""
+        scheduler = self._scheduler
+        self._serial += 1
+        digest = hashlib.blake2b(body.tokens.tobytes(), digest_size=6).hexdigest()
+        params = SamplingParams(max_new_tokens=0, temperature=0.0)
+        params.normalize(None)
+        prefill = Req(
+            f"{SPAN_RID_PREFIX}{self._serial}-{digest}",
+            "",
+            array("q", body.tokens),
+            params,
+            eos_token_ids=scheduler.model_config.hf_eos_token_id,
+            vocab_size=scheduler.model_config.vocab_size,
+            lora_id=req.lora_id,
+            priority=req.priority,
+            routing_key=req.routing_key,
+            cache_salt=req.cache_salt,
+        )
+        prefill.extra_key = req.extra_key  # already carries the LoRA id
+        prefill.tokenizer = scheduler.tokenizer
+        prefill.logprob_start_len = len(body.tokens)
+        scheduler.init_req_max_new_tokens(prefill)
+        prefill.time_stats.set_wait_queue_entry_time()
+        prefill.arrival_processed_tokens = scheduler.processed_tokens_counter
+        found = len(self.cache.index.match(body.chain))
+        return SpanPrefill(prefill, body, reader, body.chain.page_count - found)
+
+    def _without_unwanted(self, visible: list[Any], wanted: set[BodyIdentity]) -> list[Any]:
+        """Drop queued span prefills that nobody waits for any more."""
+        dropped: set[int] = set()
+        for identity, prefill in list(self._on_the_way.items()):
+            if identity not in wanted and not prefill.request.kv.holds_kv:
+                del self._on_the_way[identity]
+                dropped.add(id(prefill.request))
+        return [req for req in visible if id(req) not in dropped] if dropped else visible
+
+    # --- holds -----------------------------------------------------------------------------------
+
+    def drop_holds(self, req: Any) -> None:
+        """The request no longer waits for its spans, or must give them up."""
+        entry = self._holding.pop(id(req), None)
+        if entry is None:
+            return
+        reader, index = entry[1], self.cache.index
+        for held in reader.body_holds.values():
+            index.release(held)
+        reader.body_holds.clear()
+        if reader.path is not None:
+            index.release(reader.path)
+            reader.path = None
+
+    def make_room_for(self, head: Any) -> bool:
+        """The head of the queue does not fit and nothing runs: drop all holds but its own.
+
+        Returns whether that changed anything.
+        """
+        keep = reader_of(head)
+        for prefill in self._on_the_way.values():
+            if prefill.request is head:
+                keep = prefill.owner
+        others = [req for req, reader in self._holding.values() if reader is not keep]
+        for req in others:
+            self.drop_holds(req)
+        return bool(others)
+
+
+def is_span_prefill(req: Any) -> bool:
+    """Whether a request is one of ours: nobody outside knows of it."""
+    return isinstance(req.rid, str) and req.rid.startswith(SPAN_RID_PREFIX)
+
+
+def check_request(req: Any, refusal: str | None) -> None:
+    """Raise SpanError for a request whose other wishes spans can not meet.
+
+    ``req`` is SGLang's ``Req`` or its ``GenerateReqInput``; only what both have is looked at.
+    """
+    if refusal is not None:
+        raise declaration.SpanError(f"this server serves no spans: {refusal}")
+    wishes = {
+        "session_params": getattr(req, "session", None) or getattr(req, "session_params", None),
+        "session_id": getattr(req, "session_id", None),
+        "input_embeds": getattr(req, "input_embeds", None),
+        "positional_embed_overrides": getattr(req, "positional_embed_overrides", None),
+        "image_data": getattr(req, "image_data", None),
+        "video_data": getattr(req, "video_data", None),
+        "audio_data": getattr(req, "audio_data", None),
+        "multimodal inputs": getattr(req, "multimodal_inputs", None),
+        "return_hidden_states": getattr(req, "return_hidden_states", None),
+        "return_routed_experts": getattr(req, "return_routed_experts", None),
+        "token_type_ids": getattr(req, "token_type_ids", None),
+    }
+    for name, value in wishes.items():
+        if value:
+            raise declaration.SpanError(
+                f"{name} can not be combined with {declaration.FIELD}; drop one of them"
+            )
+    start = getattr(req, "logprob_start_len", None)
+    prompt = getattr(req, "origin_input_ids", None)
+    if req.return_logprob and start is not None and start >= 0:
+        if prompt is None or start < len(prompt):
+            raise declaration.SpanError(
+                "input log-probabilities (logprob_start_len) can not be combined with "
+                f"{declaration.FIELD}; leave logprob_start_len out to get those of the output"
+            )
+
+
+def admit(original: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around ``PrefillAdder.add_one_req``: never schedule a reader without its spans.
+
+    Only reached when a preemption inside the pass broke the reader's hold; it is gathered anew.
+    """
+    reader = reader_of(req)
+    if reader is not None and req.prefix_len < reader.layout.shared_tokens:
+        return AddReqResult.OTHER
+    return original(adder, req, *args, **kwargs)
+
+
+def schedule(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around ``Scheduler._get_new_batch_prefill_raw``: hide readers whose spans are missing."""
+    intake: SpanIntake | None = getattr(scheduler, "tessera_intake", None)
+    if intake is None or intake.idle(scheduler.waiting_queue):
+        return original(scheduler, *args, **kwargs)
+    queue = scheduler.waiting_queue
+    visible, hidden = intake.arrange(queue)
+    order = _order(queue, visible)
+    scheduler.waiting_queue = list(visible)
+    try:
+        batch, running = original(scheduler, *args, **kwargs)
+        if batch is None and _stalled(scheduler, running):
+            # Nothing runs and nothing could start: the first in line gets what the others hold.
+            # If it is hidden, it finds room for its spans in the next pass.
+            head = [*scheduler.waiting_queue, *hidden][0]
+            if intake.make_room_for(head) and scheduler.waiting_queue:
+                others = scheduler.waiting_queue[1:]
+                scheduler.waiting_queue = [head]
+                batch, running = original(scheduler, *args, **kwargs)
+                scheduler.waiting_queue += others
+    finally:
+        left = scheduler.waiting_queue
+        scheduler.waiting_queue = _merge(order, left, hidden)
+    waiting = {id(req) for req in left}
+    for req in visible:
+        if id(req) not in waiting:
+            intake.drop_holds(req)  # scheduled: from here on its lock keeps the pages
+    return batch, running
+
+
+def _stalled(scheduler: Any, running: Any) -> bool:
+    return (
+        running.is_empty()
+        and scheduler.chunked_req is None
+        and (scheduler.last_batch is None or scheduler.last_batch.is_empty())
+        and not getattr(scheduler, "result_queue", None)
+    )
+
+
+def _order(queue: Sequence[Any], visible: Sequence[Any]) -> dict[int, tuple[int, int]]:
+    """Sort keys: queued requests by place, a new span prefill right before the reader it is for."""
+    place = {id(req): (number, 1) for number, req in enumerate(queue)}
+    ahead = len(queue)
+    for req in reversed(visible):
+        if id(req) in place:
+            ahead = place[id(req)][0]
+        else:
+            place[id(req)] = (ahead, 0)
+    return place
+
+
+def _merge(
+    order: dict[int, tuple[int, int]], left: Sequence[Any], hidden: Sequence[Any]
+) -> list[Any]:
+    last = (len(order) + 1, 1)  # requeued during the pass: behind everybody
+    return sorted([*left, *hidden], key=lambda req: order.get(id(req), last))
+
+
+def _pages_of(reader: Reader) -> int:
+    """Pages that the reader's spans occupy: the root once, every distinct body once."""
+    root = reader.layout.root_tokens // reader.layout.page_size
+    return root + sum(body.chain.page_count - root for body in reader.distinct_bodies)
+
+
+def _computed(prefill: SpanPrefill) -> int:
+    """Tokens of the owner's shared runs that the prefill computed rather than found."""
+    layout = prefill.owner.layout
+    first_shared = layout.root_tokens + layout.linked_pages * layout.page_size
+    return max(0, len(prefill.body.tokens) - max(prefill.request.cached_tokens, first_shared))

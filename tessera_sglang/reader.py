@@ -1,0 +1,98 @@
+"""A request that reads spans, from its arrival to its end.
+
+Attached to SGLang's ``Req`` as the attribute ``tessera_reader``, so it lives and dies with it. The
+layout never changes; what changes is whether the spans' pages are held.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from tessera_sglang.attention.layout import ContextLayout, SharedRun
+from tessera_sglang.memory_pool.index import Page, Path
+from tessera_sglang.memory_pool.keys import Chain, PageKey, VisibleSpan
+
+if TYPE_CHECKING:
+    from .cache import TesseraCache
+
+ATTRIBUTE = "tessera_reader"
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The shareable pages of a span behind the root: what a plain prompt ``[root | body]`` leaves."""
+
+    tokens: array[int]  # root, then body; whole pages
+    chain: Chain
+
+    @property
+    def identity(self) -> tuple[PageKey, bytes]:
+        """Equal exactly for the same tokens in the same namespace."""
+        return self.chain.root_key, self.tokens.tobytes()
+
+
+@dataclass(slots=True, eq=False)
+class Reader:
+    """What intake, cache and backend know of one request with spans."""
+
+    layout: ContextLayout
+    bodies: tuple[Body, ...]  # one per run of the layout, equal ones shared
+    visible_spans: tuple[VisibleSpan, ...]
+    body_holds: dict[int, Path] = field(default_factory=dict)  # by id of the body: found so far
+    path: Path | None = None  # all shared pages in row order, held; None while any is missing
+    computed_tokens: int = 0  # shared tokens that this reader's own span prefills computed
+    accounted: bool = False
+    _chain: tuple[int, Chain] | None = None
+
+    @property
+    def distinct_bodies(self) -> list[Body]:
+        """Bodies without repetitions, in prompt order."""
+        return list({id(body): body for body in self.bodies}.values())
+
+    def match(self, cache: TesseraCache, req: Any, limit: int) -> Path:
+        """Shared pages and then whatever of the remaining tokens is cached, up to ``limit`` pages.
+
+        Empty when the spans are not resident: intake then keeps the request from being scheduled.
+        """
+        if self.path is None or not cache.index.intact(self.path):
+            return cache.index.path()
+        rest = limit - len(self.path)
+        chain = self._remaining_chain(cache, req)
+        pages = cache.index.match(chain, rest) if rest > 0 else ()
+        return cache.index.path((*self.path.pages, *pages), self.path.kept)
+
+    def _remaining_chain(self, cache: TesseraCache, req: Any) -> Chain:
+        length = len(req.origin_input_ids) + len(req.output_ids)
+        if self._chain is None or self._chain[0] != length:
+            tokens = (req.origin_input_ids + req.output_ids)[self.layout.shared_tokens :]
+            root = self.bodies[0].chain.root_key
+            self._chain = length, cache.chain(root, tokens, self.visible_spans)
+        return self._chain[1]
+
+    def assemble(self, cache: TesseraCache, found: Sequence[Sequence[Page]]) -> Path:
+        """Path over the pages found for each run: visible ones in row order, the others kept."""
+        size = self.layout.page_size
+        pages: list[Page] = []
+        kept: dict[int, Page] = {}
+        for run, body_pages in zip(self.layout.runs, found, strict=True):
+            first = _first_visible_page(run, self.layout.root_tokens, size)
+            pages += body_pages[first:]
+            kept.update((id(page), page) for page in body_pages[:first])
+        return cache.index.path(pages, kept.values())
+
+
+def _first_visible_page(run: SharedRun, root_tokens: int, page_size: int) -> int:
+    return (root_tokens + run.prompt_start - run.body_start) // page_size
+
+
+def reader_of(req: Any) -> Any:
+    """The reader of a request, or None for a plain one."""
+    return getattr(req, ATTRIBUTE, None)
+
+
+def attach(req: Any, reader: Reader | None) -> None:
+    """Make a request a reader, or plain again."""
+    setattr(req, ATTRIBUTE, reader)

@@ -1,0 +1,155 @@
+"""What ``--attention-backend tessera`` selects, and what it refuses to start with.
+
+Runs inside SGLang's resolution of server arguments, before any process is spawned. Defaults come
+first, so that later steps of the resolution see them; contradictions are looked for at the end, on
+the resolved values, so that an explicit flag and one that SGLang set by itself are treated alike.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from . import compat
+from .config import Config, load
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "tessera"
+PAGE_TOKENS = 64  # what FlashMLA reads; one geometry for every device
+
+
+class StartupError(ValueError):
+    """Flags that contradict each other; names both and the remedy."""
+
+
+def selected(server_args: Any) -> bool:
+    """Whether the user asked for Tessera, in any of the three flags."""
+    view = compat.resolving_view(server_args)
+    return BACKEND in (
+        view.attention_backend,
+        view.prefill_attention_backend,
+        view.decode_attention_backend,
+    )
+
+
+def choose_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Resolution step: page size, no graphs, a quiet idle loop on a CPU."""
+    if selected(server_args):
+        load()  # a bad TESSERA_CONFIG stops the start here
+        view = compat.resolving_view(server_args)
+        chosen: dict[str, Any] = {"disable_cuda_graph": True}  # the kernel follows lengths
+        if view.page_size is None:
+            chosen["page_size"] = PAGE_TOKENS
+        if _on_cpu(view):
+            chosen["device"] = "cpu"  # SGLang's own detection trips over an out-of-tree CPU
+            chosen["sleep_on_idle"] = True  # an idle scheduler would burn a core
+        compat.declare_resolution(server_args, BACKEND, **chosen)
+        logger.info("tessera selects %s", chosen)
+    previous(server_args)
+
+
+def refuse_contradictions(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Resolution step: stop when flags contradict each other."""
+    previous(server_args)
+    if selected(server_args):
+        check(compat.resolving_view(server_args), load(), mla=compat.use_mla_backend(server_args))
+
+
+def check(view: Any, config: Config, *, mla: bool) -> None:
+    """Raise StartupError for the first contradiction in resolved arguments."""
+    backends = set(compat.attention_backends_of(view))
+    if backends != {BACKEND}:
+        raise StartupError(
+            f"--prefill-attention-backend and --decode-attention-backend resolve to "
+            f"{sorted(backends)}: spans need both phases; use --attention-backend tessera alone"
+        )
+    if mla and view.page_size % PAGE_TOKENS:
+        raise StartupError(
+            f"--page-size {view.page_size} with --attention-backend tessera on an MLA model: its "
+            f"pages hold {PAGE_TOKENS} tokens; drop --page-size"
+        )
+    for flag, wanted, remedy in _always_refused(view):
+        raise StartupError(f"{flag} with --attention-backend tessera: {wanted}; {remedy}")
+    if config.index != "content":
+        return
+    for flag, wanted in _refused_with_content(view):
+        raise StartupError(
+            f'{flag} with the content index (TESSERA_CONFIG index "content"): {wanted}; drop the '
+            'flag, or set TESSERA_CONFIG=\'{"index": "radix"}\''
+        )
+
+
+def _always_refused(view: Any) -> list[tuple[str, str, str]]:
+    found = []
+    if view.kv_cache_dtype not in ("auto", "bfloat16", "bf16", "float16", "fp16", "float32"):
+        found.append(
+            (
+                f"--kv-cache-dtype {view.kv_cache_dtype}",
+                "the PyTorch kernel reads 16- and 32-bit rows",
+                "use --kv-cache-dtype auto",
+            )
+        )
+    for field, flag in (
+        ("enable_two_batch_overlap", "--enable-two-batch-overlap"),
+        ("enable_dp_attention", "--enable-dp-attention"),
+    ):
+        if getattr(view, field):
+            found.append((flag, "batches are split or padded behind the plan", "drop the flag"))
+    for field, flag in (("dcp_size", "--dcp-size"), ("attn_cp_size", "--attn-cp-size")):
+        value = getattr(view, field)
+        if value and value > 1:
+            found.append((f"{flag} {value}", "a row must be whole on one rank", "drop the flag"))
+    return found
+
+
+def _refused_with_content(view: Any) -> list[tuple[str, str]]:
+    found = [
+        (flag, wanted)
+        for field, flag, wanted in (
+            ("disable_radix_cache", "--disable-radix-cache", "it would disable the index"),
+            ("enable_hierarchical_cache", "--enable-hierarchical-cache", "it drives SGLang's tree"),
+            ("enable_lmcache", "--enable-lmcache", "it drives SGLang's tree"),
+            ("enable_flexkv", "--enable-flexkv", "it drives SGLang's tree"),
+            (
+                "enable_unified_cache_external_linker",
+                "--enable-unified-cache-external-linker",
+                "it drives SGLang's tree",
+            ),
+            ("enable_session_radix_cache", "--enable-session-radix-cache", "it needs SGLang's tree"),
+            ("enable_streaming_session", "--enable-streaming-session", "it needs SGLang's tree"),
+            ("enable_hisparse", "--enable-hisparse", "it moves KV behind the index"),
+        )
+        if getattr(view, field)
+    ]
+    for field, flag, wanted in (
+        ("radix_cache_backend", "--radix-cache-backend", "two indexes for one pool"),
+        ("speculative_algorithm", "--speculative-algorithm", "drafts do not know span layouts"),
+        ("kv_events_config", "--kv-events-config", "the index emits no KV events"),
+        ("dllm_algorithm", "--dllm-algorithm", "denoising rewrites rows in place"),
+    ):
+        value = getattr(view, field)
+        if value:
+            found.append((f"{flag} {value}", wanted))
+    if view.disaggregation_mode not in (None, "null"):
+        found.append(
+            (f"--disaggregation-mode {view.disaggregation_mode}", "rows are moved in prompt order")
+        )
+    if view.radix_eviction_policy not in (None, "lru"):
+        found.append(
+            (f"--radix-eviction-policy {view.radix_eviction_policy}", "this version evicts by LRU")
+        )
+    if view.pp_size > 1:
+        found.append((f"--pp-size {view.pp_size}", "stages would see rows in different orders"))
+    if compat.envs.SGLANG_RADIX_FORCE_MISS.get():
+        found.append(("SGLANG_RADIX_FORCE_MISS", "a reader can not be scheduled without its spans"))
+    return found
+
+
+def _on_cpu(view: Any) -> bool:
+    import torch
+
+    device = view.device
+    return str(device).startswith("cpu") if device else not torch.cuda.is_available()
+

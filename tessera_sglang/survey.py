@@ -1,0 +1,127 @@
+"""What a loaded model lets us do: which kernel may serve it, and whether spans can be relocated.
+
+Read off the model itself, layer by layer, not off its name. What is not recognised is refused: a
+wrong rotation would not crash, it would answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from tessera_sglang.attention.rope import Pairing, RelativeRotation
+
+from .compat import AttentionType, RadixAttention
+
+# Fields of a config.json that give layers different attention or rotary tables. A falsy value is fine.
+_PER_LAYER_ROPE = ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval")
+_OTHER_ROPE = ("rope_local_base_freq", "rope_theta_local", "mrope_section", "dual_chunk_attention_config")
+_UNSTABLE_TABLES = ("Dynamic", "LongRoPE", "SuScaled", "DualChunk")  # depend on the length served
+_MANY_DIMENSIONS = ("MRotary", "Vision", "FourierRotary", "Ernie4_5")  # more than one position axis
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """The verdict on one model.
+
+    ``foreign`` says why Tessera's own kernel can not serve its layers: SGLang's default backend then
+    does. ``refusal`` says why spans can not be served; ``rotation`` and ``rope_start`` (first rotary
+    channel of a query head) are set exactly when it is None.
+    """
+
+    foreign: str | None
+    refusal: str | None
+    rotation: RelativeRotation | None = None
+    rope_start: int = 0
+
+
+def survey(model: Any, hf_config: Any, *, mla: bool) -> Survey:
+    """Look through a loaded model. ``hf_config`` is its text configuration."""
+    layers = [
+        (name, parent, layer)
+        for name, parent in model.named_modules()
+        for layer in parent.children()
+        if isinstance(layer, RadixAttention)
+    ]
+    if not layers:
+        reason = "the model has no attention layer that SGLang pages"
+        return Survey(foreign=reason, refusal=reason)
+    for name, _, layer in layers:
+        reason = _foreign_layer(layer)
+        if reason is not None:
+            where = f"{name}: {reason}"
+            return Survey(foreign=where, refusal=where)
+    try:
+        rotation, start = _rotation(layers, hf_config, mla=mla)
+    except _CanNotRelocateError as error:
+        return Survey(foreign=None, refusal=str(error))
+    return Survey(foreign=None, refusal=None, rotation=rotation, rope_start=start)
+
+
+class _CanNotRelocateError(Exception):
+    pass
+
+
+def _foreign_layer(layer: Any) -> str | None:
+    if layer.sliding_window_size is not None and layer.sliding_window_size > 0:
+        return f"sliding-window attention (window {layer.sliding_window_size})"
+    if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+        return f"attention type {layer.attn_type} is not causal self-attention"
+    if layer.use_irope:
+        return "chunked local attention"
+    if layer.logit_cap and layer.logit_capping_method != "tanh":
+        return f"logit capping by {layer.logit_capping_method!r}"
+    if layer.xai_temperature_len > 0:
+        return "temperature that depends on the position"
+    return None
+
+
+def _rotation(layers: list[Any], hf_config: Any, *, mla: bool) -> tuple[RelativeRotation, int]:
+    for field in (*_PER_LAYER_ROPE, *_OTHER_ROPE):
+        value = _config_value(hf_config, field)
+        if value and not (field == "no_rope_layers" and all(value)):
+            raise _CanNotRelocateError(f"rotary embedding differs between layers or axes ({field} = {value})")
+    ropes: dict[int, Any] = {}
+    for name, parent, _ in layers:
+        if getattr(parent, "sinks", None) is not None:
+            raise _CanNotRelocateError(f"{name}: attention sinks")
+        if getattr(parent, "use_rope", True) is False:
+            raise _CanNotRelocateError(f"{name}: a layer without rotary embedding")
+        rope = getattr(parent, "rotary_emb", None)
+        if rope is None or getattr(rope, "cos_sin_cache", None) is None:
+            raise _CanNotRelocateError(f"{name}: no rotary table was found (rotary_emb.cos_sin_cache)")
+        ropes[id(rope)] = rope
+    if len(ropes) != 1:
+        raise _CanNotRelocateError(f"{len(ropes)} different rotary tables, one per kind of layer")
+    return _read_rope(next(iter(ropes.values())), layers[0][2], mla=mla)
+
+
+def _read_rope(rope: Any, layer: Any, *, mla: bool) -> tuple[RelativeRotation, int]:
+    kind = type(rope).__name__
+    for mark in (*_UNSTABLE_TABLES, *_MANY_DIMENSIONS):
+        if mark in kind:
+            raise _CanNotRelocateError(f"rotary embedding {kind} can not be relocated")
+    pairing = Pairing.HALF_SPLIT if rope.is_neox_style else Pairing.INTERLEAVED
+    try:
+        rotation = RelativeRotation.from_cos_sin_table(rope.cos_sin_cache.detach().cpu(), pairing)
+    except ValueError as error:
+        raise _CanNotRelocateError(f"rotary embedding {kind}: {error}") from error
+    width = int(rope.cos_sin_cache.shape[-1])
+    if mla:
+        if layer.qk_head_dim - layer.v_head_dim != width:
+            raise _CanNotRelocateError(
+                f"the cached row has {layer.qk_head_dim - layer.v_head_dim} rotary channels, "
+                f"the table {width}"
+            )
+        return rotation, layer.v_head_dim
+    if width > layer.qk_head_dim:
+        raise _CanNotRelocateError(f"the rotary table has {width} channels, a head {layer.qk_head_dim}")
+    return rotation, 0
+
+
+def _config_value(hf_config: Any, field: str) -> Any:
+    value = getattr(hf_config, field, None)
+    if value is None:
+        scaling = getattr(hf_config, "rope_scaling", None)
+        value = scaling.get(field) if isinstance(scaling, dict) else None
+    return value

@@ -1,0 +1,193 @@
+"""Where Tessera meets a running SGLang: the functions that the hooks call, and the list of hooks."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from . import intake, spans, startup
+from .accounting import account
+from .backend import TesseraBackend, attach_layouts, register_forward_method
+from .cache import TesseraCache
+from .compat import Hook, HookType, MLATokenToKVPool, attention_backends, default_backend
+from .config import load
+from .intake import SpanIntake, SpanSettings, is_span_prefill
+from .inspection import add_state
+from .root import root_tokens
+from .survey import Survey, survey
+
+logger = logging.getLogger(__name__)
+
+
+def _active() -> bool:
+    return startup.BACKEND in attention_backends()
+
+
+# --- model and backend ---------------------------------------------------------------------------
+
+
+def survey_of(runner: Any) -> Survey:
+    """The verdict on a runner's model, made once."""
+    found = getattr(runner, "tessera_survey", None)
+    if found is None:
+        mla = isinstance(runner.token_to_kv_pool, MLATokenToKVPool)
+        found = survey(runner.model, runner.model_config.hf_text_config, mla=mla)
+        runner.tessera_survey = found
+    return found
+
+
+def make_backend(runner: Any) -> Any:
+    """Factory of ``--attention-backend tessera``."""
+    from . import plugin
+
+    plugin.verify()
+    register_forward_method()
+    verdict = survey_of(runner)
+    if verdict.foreign is not None:
+        logger.warning(
+            "attention goes to SGLang's default kernels, with prefix reuse and without spans: %s",
+            verdict.foreign,
+        )
+        return default_backend(runner)
+    backend = TesseraBackend(runner, verdict)
+    logger.info(
+        "attention kernel: %s on %s (%s rows)",
+        backend.kernel.capabilities.name,
+        runner.device,
+        "compressed MLA" if backend.mla else "K/V",
+    )
+    return backend
+
+
+# --- cache and intake ----------------------------------------------------------------------------
+
+
+def make_cache(original: Any, ctx: Any) -> Any:
+    """Around ``default_radix_cache_factory``: the content index where it can serve."""
+    if not _active():
+        return original(ctx)
+    config = load()
+    if config.index == "radix":
+        logger.info("index: SGLang's own tree (TESSERA_CONFIG index radix); spans are ordinary text")
+        return original(ctx)
+    if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
+        logger.warning("index: SGLang's own tree; a hybrid pool has windows or states to keep")
+        return original(ctx)
+    model = ctx.model_config
+    identity = "|".join(
+        str(part)
+        for part in (
+            model.hf_config.architectures,
+            model.model_path,
+            model.revision,
+            model.dtype,
+            ctx.params.token_to_kv_pool_allocator.get_kvcache().dtype,
+            ctx.params.page_size,
+            ctx.tp_size,
+        )
+    )
+    logger.info("index: content index, pages of %d tokens", ctx.params.page_size)
+    return TesseraCache(ctx.params, model_identity=identity)
+
+
+def make_intake(result: Any, scheduler: Any) -> Any:
+    """After ``Scheduler.init_schedule_policy``: the cache and the tokenizer are there."""
+    if not _active() or load().index == "radix":
+        return result
+    verdict = survey_of(scheduler.tp_worker.model_runner)
+    cache = scheduler.tree_cache
+    if not isinstance(cache, TesseraCache):
+        scheduler.tessera_refusal = verdict.refusal or "the model's pool is hybrid"
+        return result
+    config = load()
+    root = root_tokens(
+        config.span_root if verdict.refusal is None else "none",
+        tokenizer=scheduler.tokenizer,
+        vocab_size=scheduler.model_config.vocab_size,
+        page_size=cache.page_size,
+    )
+    settings = SpanSettings(config.link_pages, root, verdict.refusal)
+    scheduler.tessera_intake = SpanIntake(scheduler, cache, settings)
+    if verdict.refusal is not None:
+        logger.warning("spans are refused on this server: %s", verdict.refusal)
+    else:
+        logger.info("spans: root of %d tokens, link_pages %d", len(root), config.link_pages)
+    return result
+
+
+# --- requests ------------------------------------------------------------------------------------
+
+
+def check_on_arrival(result: Any, manager: Any, obj: Any, input_ids: Any) -> Any:
+    """After ``TokenizerManager._validate_one_request``: a bad declaration is an HTTP 400."""
+    if startup.BACKEND not in attention_backends():
+        return result
+    params = obj.sampling_params
+    raw = spans.declared(params.get("custom_params") if isinstance(params, dict) else None)
+    if spans.parse(raw, len(input_ids) if input_ids is not None else 0):
+        intake.check_request(obj, None)
+    return result
+
+
+def accept(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
+    """Before ``Scheduler._add_request_to_queue``."""
+    found: SpanIntake | None = getattr(scheduler, "tessera_intake", None)
+    if found is not None:
+        found.accept(req)
+        return
+    refusal: str | None = getattr(scheduler, "tessera_refusal", None)
+    if refusal is not None and req.to_finish is None:
+        try:
+            if spans.declared(req.sampling_params.custom_params):
+                intake.check_request(req, refusal)
+        except spans.SpanError as error:
+            req.set_finish_with_abort(str(error))
+
+
+def stream(original: Any, streamer: Any, reqs: list[Any], *args: Any, **kwargs: Any) -> Any:
+    """Around ``SchedulerOutputStreamer.stream_output``: nobody outside waits for a span prefill."""
+    if any(is_span_prefill(req) for req in reqs):
+        reqs = [req for req in reqs if not is_span_prefill(req)]
+    return original(streamer, reqs, *args, **kwargs)
+
+
+def send_abort(original: Any, scheduler: Any, abort: Any, req: Any) -> Any:
+    """Around ``Scheduler.send_abort_output``: likewise."""
+    return None if is_span_prefill(req) else original(scheduler, abort, req)
+
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+HOOKS = (
+    Hook("sglang.srt.mem_cache.registry.default_radix_cache_factory", HookType.AROUND, make_cache),
+    Hook(f"{_SCHEDULER}.init_schedule_policy", HookType.AFTER, make_intake),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        HookType.AFTER,
+        check_on_arrival,
+    ),
+    Hook(f"{_SCHEDULER}._add_request_to_queue", HookType.BEFORE, accept),
+    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", HookType.AROUND, intake.schedule),
+    Hook(
+        "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
+        HookType.AROUND,
+        intake.admit,
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        HookType.AFTER,
+        account,
+    ),
+    Hook(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        HookType.AFTER,
+        attach_layouts,
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.output_streamer"
+        ".SchedulerOutputStreamer.stream_output",
+        HookType.AROUND,
+        stream,
+    ),
+    Hook(f"{_SCHEDULER}.send_abort_output", HookType.AROUND, send_abort),
+    Hook(f"{_SCHEDULER}.get_internal_state", HookType.AFTER, add_state),
+)

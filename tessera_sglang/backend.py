@@ -30,12 +30,10 @@ from .compat import (
     ScheduleBatch,
     absorbed_mla,
 )
-from .reader import reader_of
+from .reader import layout_of, reader_of
 from .survey import Survey
 
 logger = logging.getLogger(__name__)
-
-LAYOUTS = "tessera_layouts"  # attribute of a ForwardBatch: one layout or None per request
 
 
 class UnservableError(RuntimeError):
@@ -71,7 +69,7 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
         lengths: list[int] = forward_batch.seq_lens_cpu.tolist()
         extend = not forward_batch.forward_mode.is_decode_or_idle()
         queries = forward_batch.extend_seq_lens_cpu if extend else [1] * len(lengths)
-        layouts = getattr(forward_batch, LAYOUTS, None) or [None] * len(lengths)
+        layouts = [layout_of(rid) for rid in forward_batch.rids or [None] * len(lengths)]
         requests: list[RequestQueries] = []
         start = 0
         for tokens, length, layout in zip(queries, lengths, layouts, strict=True):
@@ -191,21 +189,18 @@ def register_forward_method() -> None:
     AttentionBackendRegistry.register("tessera", absorbed_mla)
 
 
-def attach_layouts(
+def set_prompt_positions(
     forward_batch: ForwardBatch, cls: Any, batch: ScheduleBatch, *args: Any, **kwargs: Any
 ) -> ForwardBatch:
-    """Hook after ``ForwardBatch.init_new``: layouts of the readers, and prompt positions for them.
+    """Hook after ``ForwardBatch.init_new``: prompt positions for the readers in the batch.
 
     A row position says where KV is stored; the rotary phase of a reader's tokens is that of the
     prompt. In decode the two agree, since the row is exactly as long as the prompt.
     """
     readers = [reader_of(req) for req in batch.reqs]
-    if not any(readers):
+    if not any(readers) or forward_batch.forward_mode.is_decode_or_idle():
         return forward_batch
     layouts: list[ContextLayout | None] = [r.layout if r is not None else None for r in readers]
-    setattr(forward_batch, LAYOUTS, layouts)
-    if forward_batch.forward_mode.is_decode_or_idle():
-        return forward_batch
     positions = forward_batch.positions.clone()
     start = 0
     for layout, before, tokens in zip(

@@ -10,6 +10,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
+from weakref import WeakValueDictionary
 
 from tessera_sglang.attention.layout import ContextLayout, SharedRun
 from tessera_sglang.memory_pool.index import Page, Path
@@ -34,7 +35,7 @@ class Body:
         return self.chain.root_key, self.tokens.tobytes()
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Reader:
     """What intake, cache and backend know of one request with spans."""
 
@@ -84,6 +85,10 @@ class Reader:
         return cache.index.path(pages, kept.values())
 
 
+# Weak: a reader lives as long as its request.
+_BY_RID: WeakValueDictionary[str, Reader] = WeakValueDictionary()
+
+
 def _first_visible_page(run: SharedRun, root_tokens: int, page_size: int) -> int:
     return (root_tokens + run.prompt_start - run.body_start) // page_size
 
@@ -96,3 +101,16 @@ def reader_of(req: Any) -> Any:
 def attach(req: Any, reader: Reader | None) -> None:
     """Make a request a reader, or plain again."""
     setattr(req, ATTRIBUTE, reader)
+    if reader is None:
+        _BY_RID.pop(req.rid, None)
+    else:
+        _BY_RID[req.rid] = reader
+
+
+def layout_of(rid: str | None) -> ContextLayout | None:
+    """The layout of a request in a batch, None for a plain one.
+
+    A batch on its way to the model is copied field by field and keeps request ids only.
+    """
+    reader = _BY_RID.get(rid) if rid is not None else None
+    return reader.layout if reader is not None else None

@@ -35,8 +35,17 @@ class Survey:
     rope_start: int = 0
 
 
-def survey(model: Any, hf_config: Any, *, mla: bool) -> Survey:
-    """Look through a loaded model. ``hf_config`` is its text configuration."""
+@dataclass(frozen=True, slots=True)
+class LatentRow:
+    """The cached row of an MLA model: the latent, then the rotary channels."""
+
+    latent_channels: int
+    rope_channels: int
+
+
+def survey(model: Any, hf_config: Any, latent: LatentRow | None) -> Survey:
+    """Look through a loaded model. ``hf_config`` is its text configuration; ``latent`` its cached
+    row if it is an MLA model."""
     layers = [
         (name, parent, layer)
         for name, parent in model.named_modules()
@@ -46,13 +55,13 @@ def survey(model: Any, hf_config: Any, *, mla: bool) -> Survey:
     if not layers:
         reason = "the model has no attention layer that SGLang pages"
         return Survey(foreign=reason, refusal=reason)
-    for name, _, layer in layers:
-        reason = _foreign_layer(layer)
+    for name, parent, layer in layers:
+        reason = _foreign_layer(parent, layer)
         if reason is not None:
             where = f"{name}: {reason}"
             return Survey(foreign=where, refusal=where)
     try:
-        rotation, start = _rotation(layers, hf_config, mla=mla)
+        rotation, start = _rotation(layers, hf_config, latent)
     except _CanNotRelocateError as error:
         return Survey(foreign=None, refusal=str(error))
     return Survey(foreign=None, refusal=None, rotation=rotation, rope_start=start)
@@ -62,7 +71,9 @@ class _CanNotRelocateError(Exception):
     pass
 
 
-def _foreign_layer(layer: Any) -> str | None:
+def _foreign_layer(parent: Any, layer: Any) -> str | None:
+    if getattr(parent, "sinks", None) is not None:
+        return "attention sinks"
     if layer.sliding_window_size is not None and layer.sliding_window_size > 0:
         return f"sliding-window attention (window {layer.sliding_window_size})"
     if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
@@ -76,15 +87,15 @@ def _foreign_layer(layer: Any) -> str | None:
     return None
 
 
-def _rotation(layers: list[Any], hf_config: Any, *, mla: bool) -> tuple[RelativeRotation, int]:
+def _rotation(
+    layers: list[Any], hf_config: Any, latent: LatentRow | None
+) -> tuple[RelativeRotation, int]:
     for field in (*_PER_LAYER_ROPE, *_OTHER_ROPE):
         value = _config_value(hf_config, field)
         if value and not (field == "no_rope_layers" and all(value)):
             raise _CanNotRelocateError(f"rotary embedding differs between layers or axes ({field} = {value})")
     ropes: dict[int, Any] = {}
     for name, parent, _ in layers:
-        if getattr(parent, "sinks", None) is not None:
-            raise _CanNotRelocateError(f"{name}: attention sinks")
         if getattr(parent, "use_rope", True) is False:
             raise _CanNotRelocateError(f"{name}: a layer without rotary embedding")
         rope = getattr(parent, "rotary_emb", None)
@@ -93,10 +104,12 @@ def _rotation(layers: list[Any], hf_config: Any, *, mla: bool) -> tuple[Relative
         ropes[id(rope)] = rope
     if len(ropes) != 1:
         raise _CanNotRelocateError(f"{len(ropes)} different rotary tables, one per kind of layer")
-    return _read_rope(next(iter(ropes.values())), layers[0][2], mla=mla)
+    return _read_rope(next(iter(ropes.values())), layers[0][2], latent)
 
 
-def _read_rope(rope: Any, layer: Any, *, mla: bool) -> tuple[RelativeRotation, int]:
+def _read_rope(
+    rope: Any, layer: Any, latent: LatentRow | None
+) -> tuple[RelativeRotation, int]:
     kind = type(rope).__name__
     for mark in (*_UNSTABLE_TABLES, *_MANY_DIMENSIONS):
         if mark in kind:
@@ -107,13 +120,12 @@ def _read_rope(rope: Any, layer: Any, *, mla: bool) -> tuple[RelativeRotation, i
     except ValueError as error:
         raise _CanNotRelocateError(f"rotary embedding {kind}: {error}") from error
     width = int(rope.cos_sin_cache.shape[-1])
-    if mla:
-        if layer.qk_head_dim - layer.v_head_dim != width:
+    if latent is not None:
+        if latent.rope_channels != width:
             raise _CanNotRelocateError(
-                f"the cached row has {layer.qk_head_dim - layer.v_head_dim} rotary channels, "
-                f"the table {width}"
+                f"the cached row has {latent.rope_channels} rotary channels, the table {width}"
             )
-        return rotation, layer.v_head_dim
+        return rotation, latent.latent_channels
     if width > layer.qk_head_dim:
         raise _CanNotRelocateError(f"the rotary table has {width} channels, a head {layer.qk_head_dim}")
     return rotation, 0

@@ -7,14 +7,14 @@ from typing import Any
 
 from . import intake, spans, startup
 from .accounting import account
-from .backend import TesseraBackend, attach_layouts, register_forward_method
+from .backend import TesseraBackend, set_prompt_positions, register_forward_method
 from .cache import TesseraCache
 from .compat import Hook, HookType, MLATokenToKVPool, attention_backends, default_backend
 from .config import load
 from .intake import SpanIntake, SpanSettings, is_span_prefill
 from .inspection import add_state
 from .root import root_tokens
-from .survey import Survey, survey
+from .survey import LatentRow, Survey, survey
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,11 @@ def survey_of(runner: Any) -> Survey:
     """The verdict on a runner's model, made once."""
     found = getattr(runner, "tessera_survey", None)
     if found is None:
-        mla = isinstance(runner.token_to_kv_pool, MLATokenToKVPool)
-        found = survey(runner.model, runner.model_config.hf_text_config, mla=mla)
+        pool = runner.token_to_kv_pool
+        latent = None
+        if isinstance(pool, MLATokenToKVPool):
+            latent = LatentRow(pool.kv_lora_rank, pool.qk_rope_head_dim)
+        found = survey(runner.model, runner.model_config.hf_text_config, latent)
         runner.tessera_survey = found
     return found
 
@@ -180,7 +183,7 @@ HOOKS = (
     Hook(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
         HookType.AFTER,
-        attach_layouts,
+        set_prompt_positions,
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.output_streamer"

@@ -1,0 +1,1 @@
+"""Engine-free attention over compressed or plain KV: torch only, no SGLang."""

@@ -1,0 +1,1 @@
+"""One file per kernel library behind the interface in `base`."""

@@ -1,0 +1,160 @@
+"""Tiny random models for tests: DeepSeek-V3 (compressed latents) and Llama (grouped heads).
+
+    path = write_mla(tmp_path / "mla")        # a checkpoint that SGLang loads with
+    path = write_llama(tmp_path / "llama")    # --dtype float32 --skip-tokenizer-init
+
+Every weight comes from one seeded generator, so a checkpoint is a function of its arguments. The
+initial scale matters: with the usual 0.02 attention is a plain average over the context, one token
+in 300 moves no logit, and a wrong mask or rotation passes every test. `_randomize` draws weights
+with a standard deviation of gain / sqrt(fan in), sharpens attention through the query projection,
+and keeps embeddings small next to what the first layer adds.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    PreTrainedModel,
+    Qwen2Config,
+)
+
+VOCAB = 512
+ATTENTION_GAIN = 1.5
+"""Standard deviation of an attention score, in units of what unscaled projections give."""
+EMBEDDING_STD = 0.3
+LOGIT_STD = 2.5
+"""Wide enough that the best two tokens seldom come within float32 noise of each other."""
+
+
+def write_mla(
+    directory: Path,
+    *,
+    seed: int = 0,
+    layers: int = 3,
+    hidden: int = 128,
+    rope: int = 32,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """A dense DeepSeek-V3 with YaRN: latent 64, 4 heads of 32 + `rope`, values of 32."""
+    config = DeepseekV3Config(
+        vocab_size=VOCAB,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        moe_intermediate_size=hidden // 2,
+        num_hidden_layers=layers,
+        first_k_dense_replace=layers,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        n_shared_experts=1,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+        kv_lora_rank=64,
+        q_lora_rank=96,
+        qk_rope_head_dim=rope,
+        qk_nope_head_dim=32,
+        v_head_dim=32,
+        max_position_embeddings=4096,
+        rope_interleave=True,
+        num_nextn_predict_layers=0,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 10000.0,
+            "factor": 4.0,
+            "original_max_position_embeddings": 1024,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "mscale": 1.0,
+            "mscale_all_dim": 1.0,
+        },
+    )
+    # SGLang reads these from DeepSeek's remote code; transformers' class does not declare them.
+    remote = {"moe_layer_freq": 1, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+    return _save(DeepseekV3ForCausalLM(config), directory, seed, dtype, remote)
+
+
+def write_llama(
+    directory: Path, *, seed: int = 0, layers: int = 3, dtype: torch.dtype = torch.float32
+) -> Path:
+    """A Llama with 4 query heads over 2 key-value heads of 32 channels, plain rotary positions."""
+    config = LlamaConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=4096,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        tie_word_embeddings=False,
+    )
+    return _save(LlamaForCausalLM(config), directory, seed, dtype, {})
+
+
+def write_sliding_window_config(
+    directory: Path, *, family: Literal["mistral", "qwen2"] = "mistral", window_tokens: int = 128
+) -> Path:
+    """Only a config.json, for what must be refused; load it with `--load-format dummy`.
+
+    Mistral slides in every layer, Qwen2 in the upper half.
+    """
+    shape: dict[str, Any] = {
+        "vocab_size": VOCAB,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "num_hidden_layers": 4,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 4096,
+        "sliding_window": window_tokens,
+    }
+    if family == "mistral":
+        config = MistralConfig(**shape, head_dim=32, architectures=["MistralForCausalLM"])
+    else:
+        config = Qwen2Config(
+            **shape,
+            use_sliding_window=True,
+            max_window_layers=2,
+            architectures=["Qwen2ForCausalLM"],
+        )
+    config.save_pretrained(directory)
+    return directory
+
+
+def _save(
+    model: PreTrainedModel, directory: Path, seed: int, dtype: torch.dtype, extra: dict[str, Any]
+) -> Path:
+    _randomize(model, torch.Generator().manual_seed(seed))
+    model.to(dtype).save_pretrained(directory)
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **extra}, indent=2) + "\n")
+    return directory
+
+
+@torch.no_grad()
+def _randomize(model: PreTrainedModel, generator: torch.Generator) -> None:
+    """Fresh weights, in the order of the parameters' names; norms stay at one."""
+    for name, weight in sorted(model.named_parameters()):
+        if weight.dim() != 2:
+            weight.fill_(1.0)
+            continue
+        std = 1.0 / math.sqrt(weight.shape[1])
+        if "embed_tokens" in name:
+            std = EMBEDDING_STD
+        elif "lm_head" in name:
+            std *= LOGIT_STD
+        elif "q_proj" in name or "q_b_proj" in name:
+            std *= ATTENTION_GAIN
+        weight.normal_(0.0, std, generator=generator)

@@ -1,0 +1,165 @@
+"""``TESSERA_CONFIG``: what is understood, and what refuses the start naming key and remedy."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tessera_sglang.config import VARIABLE, Config, ConfigError, load
+
+DEFAULTS = Config()
+
+
+@pytest.mark.parametrize("text", ["", "  \n", "{}"])
+def test_nothing_said_is_the_defaults(text: str) -> None:
+    assert load(text) == DEFAULTS
+    assert (DEFAULTS.index, DEFAULTS.kernel, DEFAULTS.link_pages) == ("content", "auto", 1)
+    assert (DEFAULTS.span_root, DEFAULTS.verify) == ("auto", "tokens")
+
+
+def test_every_key_is_understood() -> None:
+    text = (
+        '{"index": "radix", "kernel": "torch", "link_pages": 0, "span_root": "none", '
+        '"verify": "tokens"}'
+    )
+    assert load(text) == Config(index="radix", kernel="torch", link_pages=0, span_root="none")
+
+
+@pytest.mark.parametrize(
+    ("text", "root"),
+    [
+        ('{"span_root": "A quiet sentence."}', "A quiet sentence."),
+        ('{"span_root": [1, 2, 3]}', [1, 2, 3]),
+        ('{"span_root": []}', []),
+    ],
+)
+def test_a_root_is_a_text_or_token_ids(text: str, root: str | list[int]) -> None:
+    assert load(text).span_root == root
+
+
+def test_the_environment_is_read_when_nothing_is_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, '{"link_pages": 3}')
+    assert load().link_pages == 3
+    monkeypatch.delenv(VARIABLE)
+    assert load() == DEFAULTS
+
+
+def test_a_file_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "tessera.json"
+    path.write_text('{"index": "radix"}')
+    assert load(f"@{path}").index == "radix"
+
+
+def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.json"):
+        load(f"@{tmp_path}/absent.json")
+    with pytest.raises(ConfigError, match="can not be read"):
+        load(f"@{tmp_path}")
+
+
+@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="escapes as UnicodeDecodeError")
+def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "binary.json"
+    path.write_bytes(b"\xff\xfe{}")
+    with pytest.raises(ConfigError, match=r"binary\.json"):
+        load(f"@{path}")
+
+
+@pytest.mark.parametrize("text", ["{", "index=radix", "{'index': 'radix'}", '{"a": 1} {"b": 2}'])
+def test_what_is_not_json_is_shown(text: str) -> None:
+    with pytest.raises(ConfigError, match=f"{VARIABLE} is not JSON") as caught:
+        load(text)
+    assert repr(text) in str(caught.value)
+
+
+@pytest.mark.parametrize("text", ["[]", "1", '"radix"', "null", "true"])
+def test_what_is_not_an_object_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(ConfigError, match=r'must be a JSON object such as \{"index": "content"\}'):
+        load(text)
+
+
+def test_an_unknown_key_is_named_beside_the_known_ones() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load('{"indx": "radix"}')
+    message = str(caught.value)
+    assert "unknown key 'indx'; remove it" in message
+    for key in ("index", "kernel", "link_pages", "span_root", "verify"):
+        assert key in message
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "span_policy",
+        "host_tier_bytes",
+        "disk_tier_path",
+        "disk_tier_bytes",
+        "remote_tier",
+        "remote_tier_extra_config",
+        "swa_persistence",
+        "swa_checkpoint_tokens",
+        "require_salt",
+        "private_spans",
+    ],
+)
+@pytest.mark.parametrize("value", ["0", "true", '"x"', "null", "{}"])
+def test_a_key_of_a_later_version_is_refused_not_ignored(key: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"'{key}' is not available in this version; remove"):
+        load(f'{{"{key}": {value}}}')
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("kernel", "flashmla"),
+        ("kernel", "flashinfer"),
+        ("kernel", "triton"),
+        ("kernel", "tilelang"),
+        ("verify", "latents"),
+    ],
+)
+def test_a_value_of_a_later_version_is_refused_with_what_there_is(key: str, value: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(f'{{"{key}": "{value}"}}')
+    assert f"{key} = {value!r} is not available in this version; use" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("index", '"tree"', '"content" or "radix"'),
+        ("index", '"Content"', '"content" or "radix"'),
+        ("index", "null", '"content" or "radix"'),
+        ("index", "1", '"content" or "radix"'),
+        ("kernel", '"cuda"', '"flashmla"'),
+        ("kernel", '["torch"]', '"flashmla"'),
+        ("link_pages", "-1", "a whole number from 0 on"),
+        ("link_pages", "1.5", "a whole number from 0 on"),
+        ("link_pages", "1.0", "a whole number from 0 on"),
+        ("link_pages", '"1"', "a whole number from 0 on"),
+        ("link_pages", "true", "a whole number from 0 on"),
+        ("link_pages", "null", "a whole number from 0 on"),
+        ("span_root", "5", "a list of token ids"),
+        ("span_root", '["a"]', "a list of token ids"),
+        ("span_root", "[1.5]", "a list of token ids"),
+        ("span_root", "[true]", "a list of token ids"),
+        ("span_root", "null", "a list of token ids"),
+        ("span_root", "[1, -1]", "token ids from 0 on"),
+        ("verify", "true", '"tokens" or "latents"'),
+    ],
+)
+def test_a_wrong_value_is_shown_beside_what_the_key_takes(
+    key: str, value: str, expected: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(f'{{"{key}": {value}}}')
+    message = str(caught.value)
+    assert message.startswith(f"{VARIABLE}: {key} must ")
+    assert expected in message
+    assert ", got " in message
+
+
+def test_a_good_key_does_not_hide_a_bad_one() -> None:
+    with pytest.raises(ConfigError, match="link_pages"):
+        load('{"index": "radix", "link_pages": "many"}')

@@ -1,0 +1,222 @@
+"""Contradictory flags stop the start, naming both and the remedy (case 31)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tessera_sglang.config import Config, ConfigError
+
+startup = pytest.importorskip("tessera_sglang.startup", exc_type=ImportError)
+
+CONTENT, RADIX = Config(), Config(index="radix")
+
+PLAIN: dict[str, Any] = {
+    "attention_backend": "tessera",
+    "prefill_attention_backend": None,
+    "decode_attention_backend": None,
+    "page_size": 64,
+    "kv_cache_dtype": "auto",
+    "enable_two_batch_overlap": False,
+    "enable_dp_attention": False,
+    "dcp_size": 1,
+    "attn_cp_size": 1,
+    "disable_radix_cache": False,
+    "enable_hierarchical_cache": False,
+    "enable_lmcache": False,
+    "enable_flexkv": False,
+    "enable_unified_cache_external_linker": False,
+    "enable_session_radix_cache": False,
+    "enable_streaming_session": False,
+    "enable_hisparse": False,
+    "radix_cache_backend": None,
+    "speculative_algorithm": None,
+    "kv_events_config": None,
+    "dllm_algorithm": None,
+    "disaggregation_mode": "null",
+    "radix_eviction_policy": "lru",
+    "pp_size": 1,
+}
+"""The resolved view of a server that is told ``--attention-backend tessera`` and nothing else."""
+
+ALWAYS = [
+    ("kv_cache_dtype", "fp8_e4m3", "--kv-cache-dtype fp8_e4m3", "use --kv-cache-dtype auto"),
+    ("kv_cache_dtype", "fp8_e5m2", "--kv-cache-dtype fp8_e5m2", "use --kv-cache-dtype auto"),
+    ("kv_cache_dtype", "fp4_e2m1", "--kv-cache-dtype fp4_e2m1", "use --kv-cache-dtype auto"),
+    ("enable_two_batch_overlap", True, "--enable-two-batch-overlap", "drop the flag"),
+    ("enable_dp_attention", True, "--enable-dp-attention", "drop the flag"),
+    ("dcp_size", 2, "--dcp-size 2", "drop the flag"),
+    ("attn_cp_size", 2, "--attn-cp-size 2", "drop the flag"),
+]
+WITH_CONTENT = [
+    ("disable_radix_cache", True, "--disable-radix-cache"),
+    ("enable_hierarchical_cache", True, "--enable-hierarchical-cache"),
+    ("enable_lmcache", True, "--enable-lmcache"),
+    ("enable_flexkv", True, "--enable-flexkv"),
+    ("enable_unified_cache_external_linker", True, "--enable-unified-cache-external-linker"),
+    ("enable_session_radix_cache", True, "--enable-session-radix-cache"),
+    ("enable_streaming_session", True, "--enable-streaming-session"),
+    ("enable_hisparse", True, "--enable-hisparse"),
+    ("radix_cache_backend", "cpp", "--radix-cache-backend cpp"),
+    ("speculative_algorithm", "EAGLE", "--speculative-algorithm EAGLE"),
+    ("kv_events_config", "{}", "--kv-events-config {}"),
+    ("dllm_algorithm", "LowConfidence", "--dllm-algorithm LowConfidence"),
+    ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
+    ("disaggregation_mode", "decode", "--disaggregation-mode decode"),
+    ("radix_eviction_policy", "lfu", "--radix-eviction-policy lfu"),
+    ("pp_size", 2, "--pp-size 2"),
+]
+
+
+def check(config: Config = CONTENT, *, mla: bool = True, **flags: Any) -> None:
+    assert flags.keys() <= PLAIN.keys()
+    startup.check(SimpleNamespace(**{**PLAIN, **flags}), config, mla=mla)
+
+
+def refusal(config: Config = CONTENT, *, mla: bool = True, **flags: Any) -> str:
+    with pytest.raises(startup.StartupError) as caught:
+        check(config, mla=mla, **flags)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("config", [CONTENT, RADIX], ids=["content", "radix"])
+@pytest.mark.parametrize("mla", [True, False], ids=["mla", "gqa"])
+def test_nothing_stands_in_the_way_of_the_backend_alone(config: Config, mla: bool) -> None:
+    check(config, mla=mla)
+    check(config, mla=mla, attention_backend=None, **_both_phases("tessera"))
+
+
+def _both_phases(name: str) -> dict[str, str]:
+    return {"prefill_attention_backend": name, "decode_attention_backend": name}
+
+
+@pytest.mark.parametrize("config", [CONTENT, RADIX], ids=["content", "radix"])
+@pytest.mark.parametrize(("field", "value", "flag", "remedy"), ALWAYS)
+def test_a_flag_that_the_backend_can_not_meet_is_refused_with_any_index(
+    field: str, value: Any, flag: str, remedy: str, config: Config
+) -> None:
+    message = refusal(config, **{field: value})
+    assert message.startswith(f"{flag} with --attention-backend tessera: ")
+    assert message.endswith(f"; {remedy}")
+
+
+@pytest.mark.parametrize(("field", "value", "flag"), WITH_CONTENT)
+def test_a_flag_that_the_content_index_can_not_meet_is_refused_with_it_only(
+    field: str, value: Any, flag: str
+) -> None:
+    message = refusal(**{field: value})
+    assert message.startswith(f'{flag} with the content index (TESSERA_CONFIG index "content"): ')
+    assert 'drop the flag, or set TESSERA_CONFIG=\'{"index": "radix"}\'' in message
+    check(RADIX, **{field: value})
+
+
+def test_an_index_that_never_hits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_RADIX_FORCE_MISS", "1")
+    assert refusal().startswith("SGLANG_RADIX_FORCE_MISS with the content index")
+    check(RADIX)
+
+
+@pytest.mark.parametrize(
+    "backends",
+    [
+        {"prefill_attention_backend": "triton"},
+        {"decode_attention_backend": "triton"},
+        {"attention_backend": "triton", "decode_attention_backend": "tessera"},
+        {"attention_backend": None, "prefill_attention_backend": "tessera"},
+    ],
+)
+def test_one_phase_alone_is_refused(backends: dict[str, str | None]) -> None:
+    message = refusal(RADIX, **backends)
+    assert "--prefill-attention-backend and --decode-attention-backend resolve to" in message
+    assert str(backends.get("attention_backend", "triton")) in message
+    assert "use --attention-backend tessera alone" in message
+
+
+@pytest.mark.parametrize("page", [1, 16, 32, 63, 65, 96])
+def test_a_page_that_mla_kernels_can_not_read_is_refused(page: int) -> None:
+    message = refusal(RADIX, page_size=page)
+    assert message.startswith(f"--page-size {page} with --attention-backend tessera on an MLA")
+    assert message.endswith("drop --page-size")
+    check(RADIX, mla=False, page_size=page)
+
+
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16", "bf16", "float16", "fp16", "float32"])
+def test_rows_that_the_kernel_reads_are_allowed(dtype: str) -> None:
+    check(kv_cache_dtype=dtype)
+
+
+@pytest.mark.parametrize("value", [None, "null"])
+def test_a_server_that_is_not_disaggregated_is_allowed(value: str | None) -> None:
+    check(disaggregation_mode=value, radix_eviction_policy=None, dcp_size=None, attn_cp_size=None)
+
+
+# --- on SGLang's own record ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def compat(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.delenv("TESSERA_CONFIG", raising=False)
+    yield startup.compat
+
+
+def arguments(**flags: Any) -> Any:
+    from sglang.srt.server_args import ServerArgs
+
+    return ServerArgs(model_path="unused", **flags)
+
+
+def resolved(compat: Any, **flags: Any) -> Any:
+    """The view after our step of the resolution."""
+    record, passed = arguments(**flags), []
+    startup.choose_defaults(record, passed.append)
+    assert passed == [record], "the step it wraps runs"
+    return compat.resolving_view(record)
+
+
+def test_an_explicit_page_of_64_is_as_good_as_none(compat: Any) -> None:
+    chosen = resolved(compat, attention_backend="tessera")
+    explicit = resolved(compat, attention_backend="tessera", page_size=64)
+    assert chosen.page_size == explicit.page_size == startup.PAGE_TOKENS == 64
+    assert chosen.disable_cuda_graph is explicit.disable_cuda_graph is True
+    for view in (chosen, explicit):
+        startup.check(view, CONTENT, mla=True)
+
+
+def test_an_explicit_page_is_kept(compat: Any) -> None:
+    view = resolved(compat, attention_backend="tessera", page_size=128)
+    assert view.page_size == 128
+
+
+def test_every_field_that_is_looked_at_exists_in_this_sglang(compat: Any) -> None:
+    view = resolved(compat, attention_backend="tessera")
+    assert {field: getattr(view, field) for field in PLAIN} == PLAIN
+
+
+@pytest.mark.parametrize("backend", [None, "triton"])
+def test_a_server_of_another_backend_is_left_alone(
+    backend: str | None, compat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TESSERA_CONFIG", "not JSON")
+    view = resolved(compat, attention_backend=backend, page_size=None)
+    assert view.page_size is None
+    passed: list[Any] = []
+    record = arguments(attention_backend=backend, disable_radix_cache=True)
+    startup.refuse_contradictions(record, passed.append)
+    assert passed == [record]
+
+
+@pytest.mark.parametrize(
+    "field", ["attention_backend", "prefill_attention_backend", "decode_attention_backend"]
+)
+def test_any_of_the_three_flags_selects_tessera(field: str, compat: Any) -> None:
+    assert startup.selected(arguments(**{field: "tessera"}))
+    assert not startup.selected(arguments(**{field: "triton"}))
+
+
+def test_a_bad_configuration_stops_the_start(compat: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TESSERA_CONFIG", '{"link_pages": -1}')
+    with pytest.raises(ConfigError, match="link_pages"):
+        resolved(compat, attention_backend="tessera")

@@ -80,16 +80,18 @@ class ContextLayout:
     @cached_property
     def remaining(self) -> Positions:
         """Prompt position of every remaining prompt token, ascending. int64 [remaining]."""
-        keep = np.ones(self.prompt_tokens, dtype=bool)
+        keep: npt.NDArray[np.bool_] = np.ones(self.prompt_tokens, dtype=np.bool_)
         for run in self.runs:
             keep[run.prompt_start : run.prompt_end] = False
-        return np.flatnonzero(keep).astype(np.int64)
+        positions: Positions = np.nonzero(keep)[0].astype(np.int64)
+        return positions
 
     @cached_property
     def row_order(self) -> Positions:
         """Prompt position of every row position: the permutation. int64 [prompt]."""
         shared = [np.arange(run.prompt_start, run.prompt_end) for run in self.runs]
-        return np.concatenate([*shared, self.remaining]).astype(np.int64)
+        order: Positions = np.concatenate([*shared, self.remaining]).astype(np.int64)
+        return order
 
     @cached_property
     def visible_from(self) -> tuple[int, ...]:

@@ -82,7 +82,9 @@ class Published:
     """Outcome of :meth:`ContentIndex.publish`, page by page from the start of the chain."""
 
     pages: tuple[Page, ...]  # now in the index, the caller's own or those that were there before
-    duplicates: tuple[tuple[int, int], ...]  # (chain page, physical page): caller repoints and frees
+    duplicates: tuple[
+        tuple[int, int], ...
+    ]  # (chain page, physical page): caller repoints and frees
 
 
 @dataclass(slots=True)
@@ -107,6 +109,7 @@ class ContentIndex:
     hash_function: HashFunction = xxh3_128
     counters: Counters = field(default_factory=Counters)
     generation: int = 0
+    eviction_digest: bytes = b""  # of all victims in their order: equal on every rank
     _pages: dict[PageKey, Page] = field(default_factory=dict)
     _queue: list[tuple[int, int, Page]] = field(default_factory=list)
     _serial: int = 0
@@ -277,6 +280,7 @@ class ContentIndex:
         page.alive = False
         self._held -= page.holds > 0
         self.counters.evicted_pages += 1
+        self.eviction_digest = xxh3_128(self.eviction_digest + page.key)
         if page.parent is not None:
             page.parent.children -= 1
             self._offer(page.parent)

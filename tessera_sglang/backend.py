@@ -18,7 +18,6 @@ from tessera_sglang.attention.kernels.torch_kernel import TorchKernel
 from tessera_sglang.attention.layout import ContextLayout
 from tessera_sglang.attention.merge import merge_into
 from tessera_sglang.attention.plan import Plan, RequestQueries, build_plan
-from tessera_sglang.attention.rope import RelativeRotation
 
 from .compat import (
     AttentionBackend,
@@ -45,7 +44,8 @@ class _Batch:
     """What every layer of one forward pass shares."""
 
     plan: Plan
-    slots: tuple[Tensor, ...]  # per request, int64 [seq_tokens]: where each row position is stored
+    slots: tuple[Tensor, ...]  # per part, int64 [keys]: where its row positions are stored
+    turns: tuple[tuple[Tensor, Tensor] | None, ...]  # per part, cos and sin of its rotation
 
 
 class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
@@ -57,7 +57,8 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
         self.mla = isinstance(self.pool, MLATokenToKVPool)
         _check_pool(self.pool)
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
-        self.survey = survey
+        self._rope_start = survey.rope_start
+        self._rotation = survey.rotation.to(runner.device) if survey.rotation else None
         self.kernel = TorchKernel()
         self.dispatched: Counter[tuple[str, str]] = Counter()
         self._batch: _Batch | None = None
@@ -75,11 +76,21 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
         for tokens, length, layout in zip(queries, lengths, layouts, strict=True):
             requests.append(RequestQueries(start, tokens, length, layout))
             start += tokens
-        rows = self.req_to_token[forward_batch.req_pool_indices]
-        slots = tuple(row[:n].long() for row, n in zip(rows, lengths, strict=True))
         plan = build_plan(requests)
-        self._batch = _Batch(plan, slots)
+        longest = max(lengths, default=0)
+        rows = self.req_to_token[forward_batch.req_pool_indices, :longest].long()
+        self._batch = _Batch(
+            plan,
+            slots=tuple(rows[p.request, p.key_start : p.key_end] for p in plan.parts),
+            turns=tuple(self._turn(p.rotation) for p in plan.parts),
+        )
         self.dispatched["torch", "extend" if extend else "decode"] += len(plan.parts)
+
+    def _turn(self, rotation: int) -> tuple[Tensor, Tensor] | None:
+        if not rotation:
+            return None
+        assert self._rotation is not None, "a reader was admitted on a model without relocation"
+        return self._rotation.cos_sin(rotation)
 
     def support_triton(self) -> bool:
         """The backend itself launches no Triton kernel."""
@@ -129,7 +140,9 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
     ) -> Tensor:
         unknown = {name for name, value in extra.items() if value is not None}
         if unknown:
-            raise UnservableError(f"layer {layer.layer_id} passes {sorted(unknown)}, which is unknown")
+            raise UnservableError(
+                f"layer {layer.layer_id} passes {sorted(unknown)}, which is unknown"
+            )
         if save_kv_cache and k is not None:
             self.pool.set_kv_buffer(layer, KVWriteLoc(forward_batch.out_cache_loc, None), k, v)
         keys = self.pool.get_key_buffer(layer.layer_id)  # [slots, Hkv, D]
@@ -145,27 +158,30 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
         batch = self._batch
         assert batch is not None, "init_forward_metadata was not called"
         out = q.new_zeros((q.shape[0], q.shape[1], values.shape[-1]), dtype=torch.float32)
-        lse = q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)
-        for part in batch.plan.parts:
+        merged = batch.plan.shared_queries  # only these have a log-sum-exp to keep
+        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if merged else None
+        for part, slots, turn in zip(batch.plan.parts, batch.slots, batch.turns, strict=True):
             rows = slice(part.query_start, part.query_end)
             part_q = q[rows]
-            if part.rotation:
-                rotation = self.survey.rotation
-                assert rotation is not None, "a reader was admitted on a model without relocation"
-                part_q = rotation.rotate(part_q, part.rotation, start=self.survey.rope_start)
+            if turn is not None:
+                assert self._rotation is not None
+                part_q = self._rotation.rotate_by(part_q, *turn, start=self._rope_start)
             part_out, part_lse = self.kernel.attend(
                 part_q,
                 keys,
                 values,
-                batch.slots[part.request][part.key_start : part.key_end],
+                slots,
                 scale=layer.scaling,
                 causal_from=part.causal_from,
                 logit_cap=layer.logit_cap,
             )
             if part.merge:
+                assert lse is not None
                 merge_into(out, lse, part_out, part_lse, rows)
             else:
-                out[rows], lse[rows] = part_out, part_lse
+                out[rows] = part_out
+                if lse is not None:
+                    lse[rows] = part_lse
         return out
 
 
@@ -216,8 +232,3 @@ def set_prompt_positions(
         start += tokens
     forward_batch.positions = positions
     return forward_batch
-
-
-def rotation_of(backend: TesseraBackend) -> RelativeRotation | None:
-    """For tests and reports: how the backend relocates, None when it can not."""
-    return backend.survey.rotation

@@ -96,7 +96,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         reader = reader_of(req)
         limit = len(key) // self.page_size
         if reader is not None:
-            path = reader.match(self, req, limit)
+            path = reader.match(self.index, req, limit)
         else:
             lora_id = req.lora_id if req is not None else None
             root = self.root_key(key.extra_key, key.cache_salt, lora_id)
@@ -199,7 +199,14 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
 
     def reset(self) -> None:
         """Forget all pages. The scheduler clears the allocator itself."""
-        self.index.reset()
+        index = self.index
+        logger.info(
+            "content index emptied: %d pages, %d evicted so far in the order %s",
+            index.page_count,
+            index.counters.evicted_pages,
+            index.eviction_digest.hex() or "-",
+        )
+        index.reset()
 
     # --- sizes -----------------------------------------------------------------------------------
 

@@ -60,8 +60,8 @@ __all__ = [
     "AttentionBackend",
     "AttentionBackendRegistry",
     "AttentionType",
-    "ComponentType",
     "BasePrefixCache",
+    "ComponentType",
     "DecLockRefResult",
     "EvictResult",
     "ForwardBatch",
@@ -80,8 +80,8 @@ __all__ = [
     "ScheduleBatch",
     "TreeCacheBuildContext",
     "absorbed_mla",
-    "attention_backends",
     "add_attention_backend_choices",
+    "attention_backends",
     "attention_backends_of",
     "check_version",
     "declare_resolution",
@@ -158,9 +158,7 @@ def absorbed_mla(attention: Any, forward_batch: ForwardBatch) -> Any:
 
 def default_backend(runner: Any) -> Any:
     """What SGLang would use for the model on this device, had nobody chosen."""
-    name = get_default_attn_backend(
-        runner.server_args, runner.use_mla_backend, runner.model_config
-    )
+    name = get_default_attn_backend(runner.server_args, runner.use_mla_backend, runner.model_config)
     return ATTENTION_BACKENDS[name](runner)
 
 

@@ -105,7 +105,9 @@ def _checked(raw: Any) -> Config:
                 f"{VARIABLE}: {key} must be {_MEANING[key]}, got {value!r}"
             ) from error
         if config.link_pages < 0:
-            raise ConfigError(f"{VARIABLE}: link_pages must be {_MEANING['link_pages']}, got {value!r}")
+            raise ConfigError(
+                f"{VARIABLE}: link_pages must be {_MEANING['link_pages']}, got {value!r}"
+            )
         if isinstance(config.span_root, list) and any(t < 0 for t in config.span_root):
             raise ConfigError(f"{VARIABLE}: span_root must hold token ids from 0 on, got {value!r}")
     return msgspec.convert(raw, Config, strict=True)

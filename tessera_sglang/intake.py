@@ -19,7 +19,6 @@ holds are dropped for it. So readers that do not fit together are served one aft
 from __future__ import annotations
 
 import hashlib
-import logging
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,10 +31,8 @@ from tessera_sglang.memory_pool.keys import PageKey, VisibleSpan
 
 from . import spans as declaration
 from .cache import TesseraCache
-from .compat import AddReqResult, Req, SamplingParams
+from .compat import Req, SamplingParams
 from .reader import Body, Reader, attach, reader_of
-
-logger = logging.getLogger(__name__)
 
 SPAN_RID_PREFIX = "tessera-span-"
 BodyIdentity = tuple[PageKey, bytes]
@@ -102,7 +99,7 @@ class SpanIntake:
         spans = declaration.parse(raw, len(prompt))
         if not spans:
             return None
-        check_request(req, self.settings.refusal)
+        declaration.check_request(req, self.settings.refusal)
         size, root = self.cache.page_size, self.settings.root
         layout = lay_out(
             spans,
@@ -175,9 +172,7 @@ class SpanIntake:
         wanted: set[BodyIdentity] = set()
         for req in queue:
             reader = reader_of(req)
-            if reader is None:
-                visible.append(req)
-            elif self._gather(req, reader):
+            if reader is None or self._gather(req, reader):
                 visible.append(req)
             else:
                 visible += self._prefills_for(req, reader, wanted)
@@ -219,7 +214,7 @@ class SpanIntake:
         if len(reader.body_holds) < len(reader.distinct_bodies):
             return False
         found = [reader.body_holds[id(body)].pages for body in reader.bodies]
-        reader.path = reader.assemble(self.cache, found)
+        reader.path = reader.assemble(index, found)
         index.hold(reader.path)
         for held in reader.body_holds.values():
             index.release(held)
@@ -249,7 +244,7 @@ class SpanIntake:
         remaining = -(-len(reader.layout.remaining) // size) + 1
         coming = sum(prefill.new_pages for prefill in self._on_the_way.values())
         new = sum(body.chain.page_count for body in absent)
-        total = self._scheduler.max_total_num_tokens // size
+        total: int = self._scheduler.max_total_num_tokens // size
         return self.cache.index.held_pages + coming + new + remaining < total
 
     def _start(self, req: Any, reader: Reader, body: Body) -> SpanPrefill:
@@ -324,110 +319,6 @@ def is_span_prefill(req: Any) -> bool:
     return isinstance(req.rid, str) and req.rid.startswith(SPAN_RID_PREFIX)
 
 
-def check_request(req: Any, refusal: str | None) -> None:
-    """Raise SpanError for a request whose other wishes spans can not meet.
-
-    ``req`` is SGLang's ``Req`` or its ``GenerateReqInput``; only what both have is looked at.
-    """
-    if refusal is not None:
-        raise declaration.SpanError(f"this server serves no spans: {refusal}")
-    wishes = {
-        "session_params": getattr(req, "session", None) or getattr(req, "session_params", None),
-        "session_id": getattr(req, "session_id", None),
-        "input_embeds": getattr(req, "input_embeds", None),
-        "positional_embed_overrides": getattr(req, "positional_embed_overrides", None),
-        "image_data": getattr(req, "image_data", None),
-        "video_data": getattr(req, "video_data", None),
-        "audio_data": getattr(req, "audio_data", None),
-        "multimodal inputs": getattr(req, "multimodal_inputs", None),
-        "return_hidden_states": getattr(req, "return_hidden_states", None),
-        "return_routed_experts": getattr(req, "return_routed_experts", None),
-        "token_type_ids": getattr(req, "token_type_ids", None),
-    }
-    for name, value in wishes.items():
-        if value:
-            raise declaration.SpanError(
-                f"{name} can not be combined with {declaration.FIELD}; drop one of them"
-            )
-    start = getattr(req, "logprob_start_len", None)
-    prompt = getattr(req, "origin_input_ids", None)
-    if req.return_logprob and start is not None and start >= 0:
-        if prompt is None or start < len(prompt):
-            raise declaration.SpanError(
-                "input log-probabilities (logprob_start_len) can not be combined with "
-                f"{declaration.FIELD}; leave logprob_start_len out to get those of the output"
-            )
-
-
-def admit(original: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around ``PrefillAdder.add_one_req``: never schedule a reader without its spans.
-
-    Only reached when a preemption inside the pass broke the reader's hold; it is gathered anew.
-    """
-    reader = reader_of(req)
-    if reader is not None and req.prefix_len < reader.layout.shared_tokens:
-        return AddReqResult.OTHER
-    return original(adder, req, *args, **kwargs)
-
-
-def schedule(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
-    """Hook around ``Scheduler._get_new_batch_prefill_raw``: hide readers whose spans are missing."""
-    intake: SpanIntake | None = getattr(scheduler, "tessera_intake", None)
-    if intake is None or intake.idle(scheduler.waiting_queue):
-        return original(scheduler, *args, **kwargs)
-    queue = scheduler.waiting_queue
-    visible, hidden = intake.arrange(queue)
-    order = _order(queue, visible)
-    scheduler.waiting_queue = list(visible)
-    try:
-        batch, running = original(scheduler, *args, **kwargs)
-        if batch is None and _stalled(scheduler, running):
-            # Nothing runs and nothing could start: the first in line gets what the others hold.
-            # If it is hidden, it finds room for its spans in the next pass.
-            head = [*scheduler.waiting_queue, *hidden][0]
-            if intake.make_room_for(head) and scheduler.waiting_queue:
-                others = scheduler.waiting_queue[1:]
-                scheduler.waiting_queue = [head]
-                batch, running = original(scheduler, *args, **kwargs)
-                scheduler.waiting_queue += others
-    finally:
-        left = scheduler.waiting_queue
-        scheduler.waiting_queue = _merge(order, left, hidden)
-    waiting = {id(req) for req in left}
-    for req in visible:
-        if id(req) not in waiting:
-            intake.drop_holds(req)  # scheduled: from here on its lock keeps the pages
-    return batch, running
-
-
-def _stalled(scheduler: Any, running: Any) -> bool:
-    return (
-        running.is_empty()
-        and scheduler.chunked_req is None
-        and (scheduler.last_batch is None or scheduler.last_batch.is_empty())
-        and not getattr(scheduler, "result_queue", None)
-    )
-
-
-def _order(queue: Sequence[Any], visible: Sequence[Any]) -> dict[int, tuple[int, int]]:
-    """Sort keys: queued requests by place, a new span prefill right before the reader it is for."""
-    place = {id(req): (number, 1) for number, req in enumerate(queue)}
-    ahead = len(queue)
-    for req in reversed(visible):
-        if id(req) in place:
-            ahead = place[id(req)][0]
-        else:
-            place[id(req)] = (ahead, 0)
-    return place
-
-
-def _merge(
-    order: dict[int, tuple[int, int]], left: Sequence[Any], hidden: Sequence[Any]
-) -> list[Any]:
-    last = (len(order) + 1, 1)  # requeued during the pass: behind everybody
-    return sorted([*left, *hidden], key=lambda req: order.get(id(req), last))
-
-
 def _pages_of(reader: Reader) -> int:
     """Pages that the reader's spans occupy: the root once, every distinct body once."""
     root = reader.layout.root_tokens // reader.layout.page_size
@@ -437,5 +328,6 @@ def _pages_of(reader: Reader) -> int:
 def _computed(prefill: SpanPrefill) -> int:
     """Tokens of the owner's shared runs that the prefill computed rather than found."""
     layout = prefill.owner.layout
+    found: int = prefill.request.cached_tokens
     first_shared = layout.root_tokens + layout.linked_pages * layout.page_size
-    return max(0, len(prefill.body.tokens) - max(prefill.request.cached_tokens, first_shared))
+    return max(0, len(prefill.body.tokens) - max(found, first_shared))

@@ -9,15 +9,12 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import WeakValueDictionary
 
 from tessera_sglang.attention.layout import ContextLayout, SharedRun
-from tessera_sglang.memory_pool.index import Page, Path
+from tessera_sglang.memory_pool.index import ContentIndex, Page, Path
 from tessera_sglang.memory_pool.keys import Chain, PageKey, VisibleSpan
-
-if TYPE_CHECKING:
-    from .cache import TesseraCache
 
 ATTRIBUTE = "tessera_reader"
 
@@ -53,27 +50,35 @@ class Reader:
         """Bodies without repetitions, in prompt order."""
         return list({id(body): body for body in self.bodies}.values())
 
-    def match(self, cache: TesseraCache, req: Any, limit: int) -> Path:
+    def match(self, index: ContentIndex, req: Any, limit: int) -> Path:
         """Shared pages and then whatever of the remaining tokens is cached, up to ``limit`` pages.
 
         Empty when the spans are not resident: intake then keeps the request from being scheduled.
         """
-        if self.path is None or not cache.index.intact(self.path):
-            return cache.index.path()
+        if self.path is None or not index.intact(self.path):
+            return index.path()
         rest = limit - len(self.path)
-        chain = self._remaining_chain(cache, req)
-        pages = cache.index.match(chain, rest) if rest > 0 else ()
-        return cache.index.path((*self.path.pages, *pages), self.path.kept)
+        chain = self._remaining_chain(index, req)
+        pages = index.match(chain, rest) if rest > 0 else ()
+        return index.path((*self.path.pages, *pages), self.path.kept)
 
-    def _remaining_chain(self, cache: TesseraCache, req: Any) -> Chain:
+    def _remaining_chain(self, index: ContentIndex, req: Any) -> Chain:
         length = len(req.origin_input_ids) + len(req.output_ids)
         if self._chain is None or self._chain[0] != length:
             tokens = (req.origin_input_ids + req.output_ids)[self.layout.shared_tokens :]
-            root = self.bodies[0].chain.root_key
-            self._chain = length, cache.chain(root, tokens, self.visible_spans)
+            self._chain = (
+                length,
+                Chain(
+                    self.bodies[0].chain.root_key,
+                    tokens,
+                    index.page_size,
+                    visible=self.visible_spans,
+                    hash_function=index.hash_function,
+                ),
+            )
         return self._chain[1]
 
-    def assemble(self, cache: TesseraCache, found: Sequence[Sequence[Page]]) -> Path:
+    def assemble(self, index: ContentIndex, found: Sequence[Sequence[Page]]) -> Path:
         """Path over the pages found for each run: visible ones in row order, the others kept."""
         size = self.layout.page_size
         pages: list[Page] = []
@@ -82,7 +87,7 @@ class Reader:
             first = _first_visible_page(run, self.layout.root_tokens, size)
             pages += body_pages[first:]
             kept.update((id(page), page) for page in body_pages[:first])
-        return cache.index.path(pages, kept.values())
+        return index.path(pages, kept.values())
 
 
 # Weak: a reader lives as long as its request.

@@ -35,7 +35,9 @@ def declared(custom_params: Any) -> Any:
         )
     unknown = sorted(str(key) for key in tessera if key != "spans")
     if unknown:
-        raise SpanError(f"custom_params.tessera: unknown key {unknown[0]!r}; the only key is 'spans'")
+        raise SpanError(
+            f"custom_params.tessera: unknown key {unknown[0]!r}; the only key is 'spans'"
+        )
     return tessera.get("spans")
 
 
@@ -64,6 +66,39 @@ def parse(raw: Any, prompt_tokens: int) -> tuple[Span, ...]:
                 "spans must be ascending and must not overlap"
             )
     return tuple(spans)
+
+
+def check_request(req: Any, refusal: str | None) -> None:
+    """Raise SpanError for a request whose other wishes spans can not meet.
+
+    ``req`` is SGLang's ``Req`` or its ``GenerateReqInput``; only what both have is looked at.
+    """
+    if refusal is not None:
+        raise SpanError(f"this server serves no spans: {refusal}")
+    wishes = {
+        "session_params": getattr(req, "session", None) or getattr(req, "session_params", None),
+        "session_id": getattr(req, "session_id", None),
+        "input_embeds": getattr(req, "input_embeds", None),
+        "positional_embed_overrides": getattr(req, "positional_embed_overrides", None),
+        "image_data": getattr(req, "image_data", None),
+        "video_data": getattr(req, "video_data", None),
+        "audio_data": getattr(req, "audio_data", None),
+        "multimodal inputs": getattr(req, "multimodal_inputs", None),
+        "return_hidden_states": getattr(req, "return_hidden_states", None),
+        "return_routed_experts": getattr(req, "return_routed_experts", None),
+        "token_type_ids": getattr(req, "token_type_ids", None),
+    }
+    for name, value in wishes.items():
+        if value:
+            raise SpanError(f"{name} can not be combined with {FIELD}; drop one of them")
+    start = getattr(req, "logprob_start_len", None)
+    prompt = getattr(req, "origin_input_ids", None)
+    inside = start is not None and start >= 0 and (prompt is None or start < len(prompt))
+    if req.return_logprob and inside:
+        raise SpanError(
+            "input log-probabilities (logprob_start_len) can not be combined with "
+            f"{FIELD}; leave logprob_start_len out to get those of the output"
+        )
 
 
 def _parse_entry(where: str, entry: Any, prompt_tokens: int) -> Span:

@@ -117,7 +117,11 @@ def _refused_with_content(view: Any) -> list[tuple[str, str]]:
                 "--enable-unified-cache-external-linker",
                 "it drives SGLang's tree",
             ),
-            ("enable_session_radix_cache", "--enable-session-radix-cache", "it needs SGLang's tree"),
+            (
+                "enable_session_radix_cache",
+                "--enable-session-radix-cache",
+                "it needs SGLang's tree",
+            ),
             ("enable_streaming_session", "--enable-streaming-session", "it needs SGLang's tree"),
             ("enable_hisparse", "--enable-hisparse", "it moves KV behind the index"),
         )
@@ -152,4 +156,3 @@ def _on_cpu(view: Any) -> bool:
 
     device = view.device
     return str(device).startswith("cpu") if device else not torch.cuda.is_available()
-

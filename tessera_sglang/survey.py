@@ -15,7 +15,12 @@ from .compat import AttentionType, RadixAttention
 
 # Fields of a config.json that give layers different attention or rotary tables. A falsy value is fine.
 _PER_LAYER_ROPE = ("no_rope_layers", "no_rope_layer_interval", "nope_layer_interval")
-_OTHER_ROPE = ("rope_local_base_freq", "rope_theta_local", "mrope_section", "dual_chunk_attention_config")
+_OTHER_ROPE = (
+    "rope_local_base_freq",
+    "rope_theta_local",
+    "mrope_section",
+    "dual_chunk_attention_config",
+)
 _UNSTABLE_TABLES = ("Dynamic", "LongRoPE", "SuScaled", "DualChunk")  # depend on the length served
 _MANY_DIMENSIONS = ("MRotary", "Vision", "FourierRotary", "Ernie4_5")  # more than one position axis
 
@@ -56,9 +61,9 @@ def survey(model: Any, hf_config: Any, latent: LatentRow | None) -> Survey:
         reason = "the model has no attention layer that SGLang pages"
         return Survey(foreign=reason, refusal=reason)
     for name, parent, layer in layers:
-        reason = _foreign_layer(parent, layer)
-        if reason is not None:
-            where = f"{name}: {reason}"
+        foreign = _foreign_layer(parent, layer)
+        if foreign is not None:
+            where = f"{name}: {foreign}"
             return Survey(foreign=where, refusal=where)
     try:
         rotation, start = _rotation(layers, hf_config, latent)
@@ -93,23 +98,25 @@ def _rotation(
     for field in (*_PER_LAYER_ROPE, *_OTHER_ROPE):
         value = _config_value(hf_config, field)
         if value and not (field == "no_rope_layers" and all(value)):
-            raise _CanNotRelocateError(f"rotary embedding differs between layers or axes ({field} = {value})")
+            raise _CanNotRelocateError(
+                f"rotary embedding differs between layers or axes ({field} = {value})"
+            )
     ropes: dict[int, Any] = {}
     for name, parent, _ in layers:
         if getattr(parent, "use_rope", True) is False:
             raise _CanNotRelocateError(f"{name}: a layer without rotary embedding")
         rope = getattr(parent, "rotary_emb", None)
         if rope is None or getattr(rope, "cos_sin_cache", None) is None:
-            raise _CanNotRelocateError(f"{name}: no rotary table was found (rotary_emb.cos_sin_cache)")
+            raise _CanNotRelocateError(
+                f"{name}: no rotary table was found (rotary_emb.cos_sin_cache)"
+            )
         ropes[id(rope)] = rope
     if len(ropes) != 1:
         raise _CanNotRelocateError(f"{len(ropes)} different rotary tables, one per kind of layer")
     return _read_rope(next(iter(ropes.values())), layers[0][2], latent)
 
 
-def _read_rope(
-    rope: Any, layer: Any, latent: LatentRow | None
-) -> tuple[RelativeRotation, int]:
+def _read_rope(rope: Any, layer: Any, latent: LatentRow | None) -> tuple[RelativeRotation, int]:
     kind = type(rope).__name__
     for mark in (*_UNSTABLE_TABLES, *_MANY_DIMENSIONS):
         if mark in kind:
@@ -127,7 +134,9 @@ def _read_rope(
             )
         return rotation, latent.latent_channels
     if width > layer.qk_head_dim:
-        raise _CanNotRelocateError(f"the rotary table has {width} channels, a head {layer.qk_head_dim}")
+        raise _CanNotRelocateError(
+            f"the rotary table has {width} channels, a head {layer.qk_head_dim}"
+        )
     return rotation, 0
 
 

@@ -5,14 +5,21 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from . import intake, spans, startup
+from . import scheduling, spans, startup
 from .accounting import account
-from .backend import TesseraBackend, set_prompt_positions, register_forward_method
+from .backend import TesseraBackend, register_forward_method, set_prompt_positions
 from .cache import TesseraCache
-from .compat import Hook, HookType, MLATokenToKVPool, attention_backends, default_backend
+from .compat import (
+    Hook,
+    HookType,
+    MLATokenToKVPool,
+    attention_backends,
+    default_backend,
+    verify,
+)
 from .config import load
-from .intake import SpanIntake, SpanSettings, is_span_prefill
 from .inspection import add_state
+from .intake import SpanIntake, SpanSettings, is_span_prefill
 from .root import root_tokens
 from .survey import LatentRow, Survey, survey
 
@@ -41,9 +48,7 @@ def survey_of(runner: Any) -> Survey:
 
 def make_backend(runner: Any) -> Any:
     """Factory of ``--attention-backend tessera``."""
-    from . import plugin
-
-    plugin.verify()
+    verify(HOOKS)
     register_forward_method()
     verdict = survey_of(runner)
     if verdict.foreign is not None:
@@ -71,7 +76,9 @@ def make_cache(original: Any, ctx: Any) -> Any:
         return original(ctx)
     config = load()
     if config.index == "radix":
-        logger.info("index: SGLang's own tree (TESSERA_CONFIG index radix); spans are ordinary text")
+        logger.info(
+            "index: SGLang's own tree (TESSERA_CONFIG index radix); spans are ordinary text"
+        )
         return original(ctx)
     if ctx.is_hybrid_swa or ctx.is_hybrid_ssm:
         logger.warning("index: SGLang's own tree; a hybrid pool has windows or states to keep")
@@ -128,7 +135,7 @@ def check_on_arrival(result: Any, manager: Any, obj: Any, input_ids: Any) -> Any
     params = obj.sampling_params
     raw = spans.declared(params.get("custom_params") if isinstance(params, dict) else None)
     if spans.parse(raw, len(input_ids) if input_ids is not None else 0):
-        intake.check_request(obj, None)
+        spans.check_request(obj, None)
     return result
 
 
@@ -142,7 +149,7 @@ def accept(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     if refusal is not None and req.to_finish is None:
         try:
             if spans.declared(req.sampling_params.custom_params):
-                intake.check_request(req, refusal)
+                spans.check_request(req, refusal)
         except spans.SpanError as error:
             req.set_finish_with_abort(str(error))
 
@@ -169,11 +176,11 @@ HOOKS = (
         check_on_arrival,
     ),
     Hook(f"{_SCHEDULER}._add_request_to_queue", HookType.BEFORE, accept),
-    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", HookType.AROUND, intake.schedule),
+    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", HookType.AROUND, scheduling.schedule),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         HookType.AROUND,
-        intake.admit,
+        scheduling.admit,
     ),
     Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",

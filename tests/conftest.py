@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # two busy cores: more threads only wait for each other
+os.environ.setdefault(
+    "OMP_NUM_THREADS", "1"
+)  # two busy cores: more threads only wait for each other
 sys.path.insert(0, str(Path(__file__).parent))  # helpers: models, oracle, server, prompts
 
 from models import write_llama, write_mla

@@ -104,7 +104,9 @@ class Server:
         if self._process is None:
             return
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)  # a graceful end would wait for diagnostics
+            os.killpg(
+                self._process.pid, signal.SIGKILL
+            )  # a graceful end would wait for diagnostics
         self._process.wait(30)
         self._process = None
 

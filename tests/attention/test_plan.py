@@ -113,9 +113,10 @@ def batches(draw: st.DrawFn) -> list[list[tuple[Request, RequestQueries]]]:
     requests = draw(st.lists(any_request(page, root_pages * page, link), min_size=1, max_size=3))
     layouts = [request.layout() for request in requests]
     done = [layout.shared_tokens if layout else 0 for layout in layouts]
-    passes = []
+    passes: list[list[tuple[Request, RequestQueries]]] = []
     while any(d < r.prompt + 2 for d, r in zip(done, requests, strict=True)):
-        batch, start = [], 0
+        batch: list[tuple[Request, RequestQueries]] = []
+        start = 0
         for number, request in enumerate(requests):
             left = request.prompt - done[number]
             tokens = draw(st.integers(0 if passes else 1, left)) if left > 1 else 1

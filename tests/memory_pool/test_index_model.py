@@ -52,11 +52,12 @@ class Entry:
 class IndexMachine(RuleBasedStateMachine):
     """Requests of one or two namespaces on one index."""
 
-    def __init__(self, hash_function: HashFunction, namespaces: int) -> None:
+    hash_function: HashFunction
+    namespaces: int
+
+    def __init__(self) -> None:
         super().__init__()
-        self.hash_function = hash_function
-        self.namespaces = namespaces
-        self.index = ContentIndex(PAGE_TOKENS, hash_function=hash_function)
+        self.index = ContentIndex(PAGE_TOKENS, hash_function=self.hash_function)
         self.model: dict[Name, Entry] = {}
         self.free = list(range(PHYSICAL_PAGES))
         self.clock = self.collisions = 0
@@ -71,10 +72,8 @@ class IndexMachine(RuleBasedStateMachine):
 
     def chain(self, stream: Stream) -> Chain:
         tokens = [token for page in stream.pages for token in (page, 7)]
-        visible: list[VisibleSpan] = []
-        if stream.mark_page is not None:
-            at = stream.mark_page * PAGE_TOKENS
-            visible.append(VisibleSpan(at, PageKey(b"body"), 0, PAGE_TOKENS, 0))
+        marks = [stream.mark_page] if stream.mark_page is not None else []
+        visible = [VisibleSpan(n * PAGE_TOKENS, PageKey(b"body"), 0, PAGE_TOKENS, 0) for n in marks]
         salt = str(stream.namespace % self.namespaces)
         root = Namespace("model", cache_salt=salt).root_key()
         return Chain(root, tokens, PAGE_TOKENS, visible=visible, hash_function=self.hash_function)
@@ -97,22 +96,16 @@ class IndexMachine(RuleBasedStateMachine):
         pages = self.index.match(chain)
         found = names[:expected]
         assert [p.page_id for p in pages] == [self.model[name].page_id for name in found]
-        for number, page in enumerate(pages):
-            assert page.tokens == chain.tokens(number)
+        assert [p.tokens for p in pages] == [chain.tokens(n) for n in range(expected)]
         self.touch(found)
         return pages, found
 
     def leaves(self, *, held: bool) -> list[Name]:
         """What may go now, least recently used first."""
         parents = {name[:-1] for name in self.model}
-        found = [
-            name
-            for name, entry in self.model.items()
-            if name not in parents and not entry.locks and (entry.holds > 0) == held
-        ]
-        return sorted(found, key=lambda name: self.model[name].tick)
-
-    # --- operations ------------------------------------------------------------------------------
+        loose = [n for n, e in self.model.items() if not e.locks and (e.holds > 0) == held]
+        leaves = [name for name in loose if name not in parents]
+        return sorted(leaves, key=lambda name: self.model[name].tick)
 
     streams = st.builds(
         Stream,
@@ -227,8 +220,6 @@ class IndexMachine(RuleBasedStateMachine):
             self.index.hold(path)
             self.index.release(path)
 
-    # --- what always holds -----------------------------------------------------------------------
-
     @invariant()
     def index_and_model_agree(self) -> None:
         self.index.check_invariants()
@@ -240,32 +231,22 @@ class IndexMachine(RuleBasedStateMachine):
         assert (self.index.locked_pages, self.index.held_pages) == (locked, held)
         assert self.index.evictable_pages == len(entries) - locked - held
         assert self.index.counters.collisions == self.collisions
-
-    @invariant()
-    def every_physical_page_has_one_owner(self) -> None:
-        owned = [entry.page_id for entry in self.model.values()]
-        assert sorted(self.free + owned) == list(range(PHYSICAL_PAGES))
+        owned = [entry.page_id for entry in entries]
+        assert sorted(self.free + owned) == list(range(PHYSICAL_PAGES)), "one owner for each"
 
 
 HASHES = {"128 bits": full_hash, "8 bits": shortened(8), "4 bits": shortened(4)}
 NAMESPACES = {"128 bits": 2, "8 bits": 1, "4 bits": 1}  # a collision of root keys is not looked for
 
 
-def explore(hash_name: str, examples: int, steps: int) -> None:
-    run_state_machine_as_test(
-        lambda: IndexMachine(HASHES[hash_name], NAMESPACES[hash_name]),
-        settings=settings(
-            max_examples=examples, stateful_step_count=steps, deadline=None, database=None
-        ),
-    )
-
-
 @pytest.mark.parametrize("hash_name", HASHES)
-def test_the_index_is_a_dict_of_paths(hash_name: str) -> None:
-    explore(hash_name, examples=100, steps=50)
+@pytest.mark.parametrize(
+    "examples", [100, pytest.param(2000, marks=pytest.mark.slow)], ids=["short", "long"]
+)
+def test_the_index_is_a_dict_of_paths(examples: int, hash_name: str) -> None:
+    class Machine(IndexMachine):
+        hash_function = staticmethod(HASHES[hash_name])
+        namespaces = NAMESPACES[hash_name]
 
-
-@pytest.mark.slow
-@pytest.mark.parametrize("hash_name", HASHES)
-def test_the_index_is_a_dict_of_paths_over_many_steps(hash_name: str) -> None:
-    explore(hash_name, examples=1000, steps=100)
+    profile = settings(max_examples=examples, stateful_step_count=50, deadline=None, database=None)
+    run_state_machine_as_test(Machine, settings=profile)

@@ -29,7 +29,7 @@ _SLOW = [
     for root in (False, True)
     if (model, link, root) not in _DEFAULT
 ]
-CASES = [*_DEFAULT, *(pytest.param(*case, marks=pytest.mark.slow) for case in _SLOW)]
+CASES = [*_DEFAULT, *(pytest.param(case, marks=pytest.mark.slow) for case in _SLOW)]
 
 
 class Bench:
@@ -45,16 +45,20 @@ class Bench:
     def check(self, answers: list[Answer]) -> None:
         """Same tokens, same first log-probability, for every request."""
         for number, (answer, want) in enumerate(zip(answers, self.want, strict=True)):
-            where = f"request {number}: {len(self.items[number][0])} tokens, {self.items[number][1]}"
+            where = (
+                f"request {number}: {len(self.items[number][0])} tokens, {self.items[number][1]}"
+            )
             assert answer.tokens == list(want.tokens), where
             first = want.first_logprobs[answer.tokens[0]].item()
             assert abs(answer.logprobs[0] - first) < FIRST_LOGPROB_TOLERANCE, where
             assert answer.cached <= answer.prompt - 1, where
 
 
-@pytest.fixture(
-    scope="module", params=CASES, ids=lambda p: f"{p[0]}-link{p[1]}-{'root' if p[2] else 'bare'}"
-)
+def _case_id(case: tuple[str, int, bool]) -> str:
+    return f"{case[0]}-link{case[1]}-{'root' if case[2] else 'bare'}"
+
+
+@pytest.fixture(scope="module", params=CASES, ids=_case_id)
 def bench(request: pytest.FixtureRequest, mla_model: Path, llama_model: Path) -> Iterator[Bench]:
     name, link_pages, with_root = request.param
     path = mla_model if name == "mla" else llama_model

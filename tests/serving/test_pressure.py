@@ -75,7 +75,9 @@ def test_readers_that_do_not_fit_together_are_served_one_after_another(mla_model
         one, other = writer.text(6 * PAGE), writer.text(6 * PAGE)
         items.append(compose((writer.text(30), False), (one, True), (other, True),
                              (writer.text(20), False)))  # fmt: skip
-    items.append((writer.text(pool - 6 * PAGE), None))  # a plain request that needs most of the pool
+    items.append(
+        (writer.text(pool - 6 * PAGE), None)
+    )  # a plain request that needs most of the pool
     with Server(mla_model, config=CONFIG, pool_tokens=pool) as server:
         began = time.monotonic()
         together = server.generate_all(items, steps=4, workers=len(items))

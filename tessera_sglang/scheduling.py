@@ -1,0 +1,82 @@
+"""Intake inside SGLang's scheduling pass: which requests it sees, and in which order they stay."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+from .compat import AddReqResult
+from .intake import SpanIntake
+from .reader import reader_of
+
+logger = logging.getLogger(__name__)
+
+
+def admit(original: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around ``PrefillAdder.add_one_req``: never schedule a reader without its spans.
+
+    Only reached when a preemption inside the pass broke the reader's hold; it is gathered anew.
+    """
+    reader = reader_of(req)
+    if reader is not None and req.prefix_len < reader.layout.shared_tokens:
+        return AddReqResult.OTHER
+    return original(adder, req, *args, **kwargs)
+
+
+def schedule(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
+    """Hook around ``Scheduler._get_new_batch_prefill_raw``: hide readers whose spans are missing."""
+    intake: SpanIntake | None = getattr(scheduler, "tessera_intake", None)
+    if intake is None or intake.idle(scheduler.waiting_queue):
+        return original(scheduler, *args, **kwargs)
+    queue = scheduler.waiting_queue
+    visible, hidden = intake.arrange(queue)
+    order = _order(queue, visible)
+    scheduler.waiting_queue = list(visible)
+    try:
+        batch, running = original(scheduler, *args, **kwargs)
+        if batch is None and _stalled(scheduler, running):
+            # Nothing runs and nothing could start: the first in line gets what the others hold.
+            # If it is hidden, it finds room for its spans in the next pass.
+            head = [*scheduler.waiting_queue, *hidden][0]
+            if intake.make_room_for(head) and scheduler.waiting_queue:
+                others = scheduler.waiting_queue[1:]
+                scheduler.waiting_queue = [head]
+                batch, running = original(scheduler, *args, **kwargs)
+                scheduler.waiting_queue += others
+    finally:
+        left = scheduler.waiting_queue
+        scheduler.waiting_queue = _merge(order, left, hidden)
+    waiting = {id(req) for req in left}
+    for req in visible:
+        if id(req) not in waiting:
+            intake.drop_holds(req)  # scheduled: from here on its lock keeps the pages
+    return batch, running
+
+
+def _stalled(scheduler: Any, running: Any) -> bool:
+    return (
+        running.is_empty()
+        and scheduler.chunked_req is None
+        and (scheduler.last_batch is None or scheduler.last_batch.is_empty())
+        and not getattr(scheduler, "result_queue", None)
+    )
+
+
+def _order(queue: Sequence[Any], visible: Sequence[Any]) -> dict[int, tuple[int, int]]:
+    """Sort keys: queued requests by place, a new span prefill right before the reader it is for."""
+    place = {id(req): (number, 1) for number, req in enumerate(queue)}
+    ahead = len(queue)
+    for req in reversed(visible):
+        if id(req) in place:
+            ahead = place[id(req)][0]
+        else:
+            place[id(req)] = (ahead, 0)
+    return place
+
+
+def _merge(
+    order: dict[int, tuple[int, int]], left: Sequence[Any], hidden: Sequence[Any]
+) -> list[Any]:
+    last = (len(order) + 1, 1)  # requeued during the pass: behind everybody
+    return sorted([*left, *hidden], key=lambda req: order.get(id(req), last))

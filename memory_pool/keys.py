@@ -7,6 +7,7 @@ Keys only discover; whoever finds a page by its key compares parent and bytes be
 
 from __future__ import annotations
 
+import hashlib
 import struct
 from array import array
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,6 +26,11 @@ NO_MARK = b""
 def xxh3_128(data: bytes) -> bytes:
     """The default hash: fast, unkeyed, not collision resistant; matches are verified."""
     return xxhash.xxh3_128_digest(data)
+
+
+def page_digest(token_bytes: bytes) -> str:
+    """Short name of a page's token ids for reports (int64, little-endian); no key."""
+    return hashlib.blake2b(token_bytes, digest_size=8).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)

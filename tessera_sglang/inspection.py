@@ -8,20 +8,16 @@ of a document; it is off by default, since digests tell who knows a text that it
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from array import array
 from typing import Any
+
+from tessera_sglang.memory_pool.keys import page_digest
 
 from .cache import TesseraCache
 from .compat import ComponentType
 
 VARIABLE = "TESSERA_INSPECT_PAGES"
-
-
-def page_digest(token_bytes: bytes) -> str:
-    """Short name of a page's token ids (int64, little-endian)."""
-    return hashlib.blake2b(token_bytes, digest_size=8).hexdigest()
 
 
 def add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
@@ -60,7 +56,10 @@ def _content_pages(cache: TesseraCache) -> list[tuple[str, int]]:
 
 def _tree_pages(cache: Any, size: int) -> list[tuple[str, int]] | None:
     """Pages of SGLang's tree, node by node; None where its core is not walkable from Python."""
-    root = getattr(getattr(cache, "tree_core", None), "root_node", None)
+    try:
+        root = getattr(getattr(cache, "tree_core", None), "root_node", None)
+    except NotImplementedError:  # SGLang's Rust core keeps its nodes to itself
+        root = None
     if root is None:
         return None
     found: list[tuple[str, int]] = []

@@ -32,7 +32,7 @@ class Body:
         return self.chain.root_key, self.tokens.tobytes()
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
+@dataclass(eq=False)  # no slots: requests refer to it weakly by their id
 class Reader:
     """What intake, cache and backend know of one request with spans."""
 

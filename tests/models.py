@@ -15,17 +15,16 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    Gemma2Config,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralConfig,
     PreTrainedModel,
-    Qwen2Config,
 )
 
 VOCAB = 512
@@ -103,32 +102,27 @@ def write_llama(
     return _save(LlamaForCausalLM(config), directory, seed, dtype, {})
 
 
-def write_sliding_window_config(
-    directory: Path, *, family: Literal["mistral", "qwen2"] = "mistral", window_tokens: int = 128
-) -> Path:
-    """Only a config.json, for what must be refused; load it with `--load-format dummy`.
+def write_windowed_config(directory: Path, *, window_tokens: int = 128) -> Path:
+    """Only a config.json; load it with `--load-format dummy`.
 
-    Mistral slides in every layer, Qwen2 in the upper half.
+    Gemma 2: every second layer slides. (SGLang serves Mistral and Qwen2 without their windows.)
     """
-    shape: dict[str, Any] = {
-        "vocab_size": VOCAB,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 4096,
-        "sliding_window": window_tokens,
-    }
-    if family == "mistral":
-        config = MistralConfig(**shape, head_dim=32, architectures=["MistralForCausalLM"])
-    else:
-        config = Qwen2Config(
-            **shape,
-            use_sliding_window=True,
-            max_window_layers=2,
-            architectures=["Qwen2ForCausalLM"],
-        )
+    config = Gemma2Config(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        hidden_act="gelu_pytorch_tanh",  # what SGLang asks for
+        final_logit_softcapping=None,  # SGLang caps logits with a Triton kernel only
+        attn_logit_softcapping=None,
+        max_position_embeddings=4096,
+        sliding_window=window_tokens,
+        architectures=["Gemma2ForCausalLM"],
+    )
     config.save_pretrained(directory)
     return directory
 

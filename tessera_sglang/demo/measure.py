@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import statistics
 import threading
 import time
@@ -10,6 +9,8 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
+
+from tessera_sglang.memory_pool.keys import page_digest
 
 from .agents import Prompt
 from .client import Answer, CacheState, cache_state, flush, generate
@@ -125,10 +126,6 @@ def _document_pages(state: CacheState, prompts: Sequence[Prompt]) -> int:
         start, end = prompt.document
         for first in {start, -(-start // size) * size}:
             for page in range(first, end - size + 1, size):
-                wanted.add(_digest(prompt.tokens[page : page + size]))
+                tokens = array("q", prompt.tokens[page : page + size])
+                wanted.add(page_digest(tokens.tobytes()))
     return len({page for digest, page in state.cached_pages if digest in wanted})
-
-
-def _digest(tokens: Sequence[int]) -> str:
-    """As in :func:`tessera_sglang.inspection.page_digest`, without importing SGLang for it."""
-    return hashlib.blake2b(array("q", tokens).tobytes(), digest_size=8).hexdigest()

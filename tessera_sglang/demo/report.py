@@ -89,8 +89,8 @@ def show(
     console.print(
         f"{len(prompts)} agents, one document of {first.document_tokens:,} tokens, pages of "
         f"{first.page_tokens}. Counts are tokens: prompt,\n"
-        "computed (prompt less cached) and cached summed over the agents, in pool as held after the "
-        "last answer.\n"
+        "computed (prompt less cached) and cached summed over the agents, in pool as held after "
+        "the last answer.\n"
         f"Each agent also computes the first {linked} tokens of the document in place "
         f"(link_pages {Config().link_pages}).\n"
         f"The one prefill of the shared pages runs over a root page and those {linked} tokens as "

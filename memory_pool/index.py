@@ -3,9 +3,9 @@
 One structure serves plain prefixes and spans. A page hangs below its parent page; a chain begins at
 the key of its namespace. Three rules make a hit safe:
 
-* *Hash to discover, bytes to verify.* A key only nominates a page. It is used when its parent is the
-  very page the chain came through and its token bytes and mark are equal; otherwise the look-up is a
-  miss and ``collisions`` goes up.
+* *Hash to discover, bytes to verify.* A key only nominates a page. It is used when its parent is
+  the very page the chain came through and its namespace, token bytes and mark are equal; otherwise
+  the look-up is a miss and ``collisions`` goes up.
 * *Sealed pages do not change.* The index holds full pages only, and hands them out for reading.
 * *Leaves go first.* A page is evicted only when nothing hangs below it and nobody holds it, in the
   order of a logical clock, so that every tensor-parallel rank picks the same victims.
@@ -40,17 +40,17 @@ class Page:
         "page_id",  # physical page of the paged tier
         "parent",
         "queued",  # index: has an entry in the eviction queue
+        "root_key",  # namespace of the chain
         "tick",  # index: last use on the logical clock
         "tokens",
     )
 
-    def __init__(
-        self, key: PageKey, parent: Page | None, tokens: bytes, mark: bytes, page_id: int
-    ) -> None:
-        self.key = key
+    def __init__(self, chain: Chain, number: int, parent: Page | None, page_id: int) -> None:
+        self.key = chain.key(number)
+        self.root_key = chain.root_key
         self.parent = parent
-        self.tokens = tokens
-        self.mark = mark
+        self.tokens = chain.tokens(number)
+        self.mark = chain.mark(number)
         self.page_id = page_id
         self.locks = 0
         self.holds = 0
@@ -156,7 +156,7 @@ class ContentIndex:
             key = chain.key(number)
             page = self._pages.get(key)
             if page is None:
-                page = Page(key, parent, chain.tokens(number), chain.mark(number), page_ids[number])
+                page = Page(chain, number, parent, page_ids[number])
                 self._pages[key] = page
                 if parent is not None:
                     parent.children += 1
@@ -228,6 +228,11 @@ class ContentIndex:
             if page.holds == 0 and page.locks == 0:
                 self._held -= 1
                 self._offer(page)
+
+    @property
+    def hold_epoch(self) -> tuple[int, int]:
+        """Changes whenever a held page may have gone: while it stands, held paths are intact."""
+        return self.generation, self.counters.broken_holds
 
     def intact(self, path: Path) -> bool:
         """Whether every page of the path is still in the index. O(pages)."""
@@ -360,6 +365,7 @@ class ContentIndex:
 def _same(page: Page, parent: Page | None, chain: Chain, number: int) -> bool:
     return (
         page.parent is parent
+        and page.root_key == chain.root_key
         and page.tokens == chain.tokens(number)
         and page.mark == chain.mark(number)
     )

@@ -38,7 +38,8 @@ class Namespace:
     """What may share pages with what: requests in different namespaces never meet.
 
     ``model`` names weights, rope, cache schema, dtype, page size and parallel layout; the rest comes
-    from the request. Fields are framed by length, so ("ab", "c") and ("a", "bc") differ.
+    from the request. Fields are framed by length, so ("ab", "c") and ("a", "bc") differ. The root key
+    stands for all of them, so it is a cryptographic hash: a caller may choose salts.
     """
 
     model: str
@@ -46,7 +47,7 @@ class Namespace:
     cache_salt: str | None = None
     lora_id: str | None = None
 
-    def root_key(self, hash_function: HashFunction = xxh3_128) -> PageKey:
+    def root_key(self) -> PageKey:
         """The key that every chain of this namespace starts from."""
         framed = [b"tessera-namespace-1"]
         for field in (self.model, self.extra_key, self.cache_salt, self.lora_id):
@@ -55,7 +56,7 @@ class Namespace:
             else:
                 raw = field.encode()
                 framed.append(b"\1" + struct.pack("<Q", len(raw)) + raw)
-        return PageKey(hash_function(b"".join(framed)))
+        return PageKey(hashlib.blake2b(b"".join(framed), digest_size=32).digest())
 
 
 @dataclass(frozen=True, slots=True)

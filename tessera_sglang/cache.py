@@ -72,7 +72,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         if key is None:
             if len(self._roots) >= 4096:  # salts come from outside: bounded, recomputed on demand
                 self._roots.clear()
-            key = self._roots[namespace] = namespace.root_key(self.index.hash_function)
+            key = self._roots[namespace] = namespace.root_key()
         return key
 
     def chain(self, root_key: PageKey, tokens: array[int], visible: Sequence[Any] = ()) -> Chain:

@@ -18,15 +18,17 @@ holds are dropped for it. So readers that do not fit together are served one aft
 
 from __future__ import annotations
 
-import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from tessera_sglang.attention.layout import lay_out
+from tessera_sglang.memory_pool.index import Page
 from tessera_sglang.memory_pool.keys import PageKey, VisibleSpan
 
 from . import spans as declaration
@@ -34,8 +36,8 @@ from .cache import TesseraCache
 from .compat import Req, SamplingParams
 from .reader import Body, Reader, attach, reader_of
 
-SPAN_RID_PREFIX = "tessera-span-"
-BodyIdentity = tuple[PageKey, bytes]
+SPAN_PREFILL = "tessera_span_prefill"  # attribute of a Req that intake made
+MAX_FAILURES = 8  # prefills of a body that end and leave it missing, before its readers are refused
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,8 @@ class SpanIntake:
         self.cache = cache
         self.settings = settings
         self._scheduler = scheduler
-        self._on_the_way: dict[BodyIdentity, SpanPrefill] = {}
+        self._bodies: WeakValueDictionary[tuple[PageKey, bytes], Body] = WeakValueDictionary()
+        self._on_the_way: dict[Body, SpanPrefill] = {}
         self._holding: dict[int, tuple[Any, Reader]] = {}  # by id of the request
         self._serial = 0
 
@@ -95,7 +98,7 @@ class SpanIntake:
 
     def _read(self, req: Any) -> Reader | None:
         prompt: array[int] = req.origin_input_ids
-        raw = declaration.declared(req.sampling_params.custom_params)
+        raw = declaration.declared(getattr(req.sampling_params, "custom_params", None))
         spans = declaration.parse(raw, len(prompt))
         if not spans:
             return None
@@ -111,14 +114,12 @@ class SpanIntake:
         if layout is None:
             return None
         root_key = self.cache.root_key(req.extra_key, req.cache_salt, req.lora_id)
-        known: dict[bytes, Body] = {}
         bodies: list[Body] = []
         visible: list[VisibleSpan] = []
         for run, at in zip(layout.runs, layout.visible_from, strict=True):
-            tokens = root + prompt[run.body_start : run.body_start + run.body_tokens]
-            body = known.get(tokens.tobytes())
-            if body is None:
-                body = known[tokens.tobytes()] = Body(tokens, self.cache.chain(root_key, tokens))
+            body = self._body(
+                root_key, root + prompt[run.body_start : run.body_start + run.body_tokens]
+            )
             bodies.append(body)
             last_key = body.chain.key(body.chain.page_count - 1)
             visible.append(
@@ -127,6 +128,13 @@ class SpanIntake:
         reader = Reader(layout, tuple(bodies), tuple(visible))
         self._check_room(req, reader)
         return reader
+
+    def _body(self, root_key: PageKey, tokens: array[int]) -> Body:
+        identity = root_key, tokens.tobytes()
+        body = self._bodies.get(identity)
+        if body is None:
+            body = self._bodies[identity] = Body(tokens, self.cache.chain(root_key, tokens))
+        return body
 
     def _check_room(self, req: Any, reader: Reader) -> None:
         """Refuse what can never fit; shorten what can not generate as much as it asks for."""
@@ -169,13 +177,25 @@ class SpanIntake:
         self._forget_vanished(queue)
         visible: list[Any] = []
         hidden: list[Any] = []
-        wanted: set[BodyIdentity] = set()
+        wanted: set[Body] = set()
+        crowded = False  # an earlier reader lacks room: later ones must not take what comes free
         for req in queue:
             reader = reader_of(req)
-            if reader is None or self._gather(req, reader):
+            if reader is None or reader.ready(self.cache.index):
+                visible.append(req)
+                continue
+            missing = self._gather(req, reader, only_look=crowded)
+            if not missing:
+                visible.append(req)
+            elif any(body.failures > MAX_FAILURES for body in missing):
+                self._give_up(req)
                 visible.append(req)
             else:
-                visible += self._prefills_for(req, reader, wanted)
+                wanted.update(missing)
+                absent = [body for body in missing if body not in self._on_the_way]
+                crowded = crowded or not self._room_for(reader, absent)
+                if not crowded:
+                    visible += [self._start(req, reader, body).request for body in absent]
                 hidden.append(req)
         return self._without_unwanted(visible, wanted), hidden
 
@@ -183,60 +203,75 @@ class SpanIntake:
         waiting = {id(req) for req in queue}
         for key in [key for key in self._holding if key not in waiting]:
             self.drop_holds(self._holding[key][0])
-        for identity, prefill in list(self._on_the_way.items()):
+        for body, prefill in list(self._on_the_way.items()):
             request = prefill.request
             if id(request) in waiting or request.kv.holds_kv:
                 continue  # queued or running
-            del self._on_the_way[identity]
+            del self._on_the_way[body]
+            body.missing_at = -1
             if request.finished():
+                body.failures += 1  # until it is found
                 prefill.owner.computed_tokens += _computed(prefill)
 
-    def _gather(self, req: Any, reader: Reader) -> bool:
-        """Hold what is resident of the reader's spans. True when that is all of them."""
+    def _gather(self, req: Any, reader: Reader, *, only_look: bool) -> list[Body]:
+        """Hold what is resident of the reader's spans; returns what is missing.
+
+        With ``only_look`` nothing new is held.
+        """
         index = self.cache.index
         if reader.path is not None:
-            if index.intact(reader.path):
-                return True
-            self.drop_holds(req)
+            self.drop_holds(req)  # a held page is gone
+        missing: list[Body] = []
         for body in reader.distinct_bodies:
-            held = reader.body_holds.get(id(body))
+            held = reader.body_holds.get(body)
             if held is not None and index.intact(held):
                 continue
             if held is not None:
-                index.release(reader.body_holds.pop(id(body)))
-            if body.identity in self._on_the_way:
+                index.release(reader.body_holds.pop(body))
+            pages = () if only_look else self._find(body)
+            if not pages:
+                missing.append(body)
                 continue
-            pages = index.match(body.chain)
-            if len(pages) == body.chain.page_count:
-                reader.body_holds[id(body)] = held = index.path(pages)
-                index.hold(held)
-                self._holding[id(req)] = req, reader
-        if len(reader.body_holds) < len(reader.distinct_bodies):
-            return False
-        found = [reader.body_holds[id(body)].pages for body in reader.bodies]
-        reader.path = reader.assemble(index, found)
-        index.hold(reader.path)
-        for held in reader.body_holds.values():
-            index.release(held)
-        reader.body_holds.clear()
-        self._holding[id(req)] = req, reader
-        return True
+            reader.body_holds[body] = held = index.path(pages)
+            index.hold(held)
+            self._holding[id(req)] = req, reader
+        if not missing:
+            found = [reader.body_holds[body].pages for body in reader.bodies]
+            reader.path = reader.assemble(index, found)
+            reader.path_epoch = index.hold_epoch
+            index.hold(reader.path)
+            for held in reader.body_holds.values():
+                index.release(held)
+            reader.body_holds.clear()
+        return missing
 
-    def _prefills_for(self, req: Any, reader: Reader, wanted: set[BodyIdentity]) -> list[Any]:
-        """Queue what the reader misses and nobody computes yet, if there is room for the reader."""
-        missing = [b for b in reader.distinct_bodies if id(b) not in reader.body_holds]
-        wanted.update(body.identity for body in missing)
-        absent = [body for body in missing if body.identity not in self._on_the_way]
-        if not absent or not self._room_for(reader, absent):
-            return []
-        started = []
-        for body in absent:
-            prefill = self._start(req, reader, body)
-            self._on_the_way[body.identity] = prefill
-            started.append(prefill.request)
-        return started
+    def _find(self, body: Body) -> tuple[Page, ...]:
+        """All pages of a body, or none. Looks only when something new could be there."""
+        index = self.cache.index
+        published = index.counters.published_pages
+        if body in self._on_the_way or body.missing_at == published:
+            return ()
+        pages = index.match(body.chain)
+        if len(pages) < body.chain.page_count:
+            body.missing_at = published
+            return ()
+        body.failures = 0
+        return pages
+
+    def _give_up(self, req: Any) -> None:
+        """A span can not be kept, whatever the reason: say so instead of trying for ever."""
+        self.drop_holds(req)
+        attach(req, None)
+        req.set_finish_with_abort(
+            "a span of this request could not be kept in the cache: its pages collide with those "
+            "of another text or are evicted at once; try again later, or send it without spans",
+            status_code=HTTPStatus.SERVICE_UNAVAILABLE,
+            err_type="ServiceUnavailable",
+        )
 
     def _room_for(self, reader: Reader, absent: Sequence[Body]) -> bool:
+        if not absent:
+            return True  # everything is on its way
         others = any(held is not reader for _, held in self._holding.values())
         if not others and not self._on_the_way:
             return True  # it fits alone: checked on arrival
@@ -251,11 +286,10 @@ class SpanIntake:
         """A prefill-only request over ``[root | body]``, in the reader's namespace and priority."""
         scheduler = self._scheduler
         self._serial += 1
-        digest = hashlib.blake2b(body.tokens.tobytes(), digest_size=6).hexdigest()
         params = SamplingParams(max_new_tokens=0, temperature=0.0)
         params.normalize(None)
         prefill = Req(
-            f"{SPAN_RID_PREFIX}{self._serial}-{digest}",
+            f"tessera-span-{self._serial}",
             "",
             array("q", body.tokens),
             params,
@@ -266,6 +300,7 @@ class SpanIntake:
             routing_key=req.routing_key,
             cache_salt=req.cache_salt,
         )
+        setattr(prefill, SPAN_PREFILL, True)
         prefill.extra_key = req.extra_key  # already carries the LoRA id
         prefill.tokenizer = scheduler.tokenizer
         prefill.logprob_start_len = len(body.tokens)
@@ -273,14 +308,16 @@ class SpanIntake:
         prefill.time_stats.set_wait_queue_entry_time()
         prefill.arrival_processed_tokens = scheduler.processed_tokens_counter
         found = len(self.cache.index.match(body.chain))
-        return SpanPrefill(prefill, body, reader, body.chain.page_count - found)
+        started = SpanPrefill(prefill, body, reader, body.chain.page_count - found)
+        self._on_the_way[body] = started
+        return started
 
-    def _without_unwanted(self, visible: list[Any], wanted: set[BodyIdentity]) -> list[Any]:
+    def _without_unwanted(self, visible: list[Any], wanted: set[Body]) -> list[Any]:
         """Drop queued span prefills that nobody waits for any more."""
         dropped: set[int] = set()
-        for identity, prefill in list(self._on_the_way.items()):
-            if identity not in wanted and not prefill.request.kv.holds_kv:
-                del self._on_the_way[identity]
+        for body, prefill in list(self._on_the_way.items()):
+            if body not in wanted and not prefill.request.kv.holds_kv:
+                del self._on_the_way[body]
                 dropped.add(id(prefill.request))
         return [req for req in visible if id(req) not in dropped] if dropped else visible
 
@@ -316,7 +353,7 @@ class SpanIntake:
 
 def is_span_prefill(req: Any) -> bool:
     """Whether a request is one of ours: nobody outside knows of it."""
-    return isinstance(req.rid, str) and req.rid.startswith(SPAN_RID_PREFIX)
+    return getattr(req, SPAN_PREFILL, False)
 
 
 def _pages_of(reader: Reader) -> int:

@@ -14,22 +14,22 @@ from weakref import WeakValueDictionary
 
 from tessera_sglang.attention.layout import ContextLayout, SharedRun
 from tessera_sglang.memory_pool.index import ContentIndex, Page, Path
-from tessera_sglang.memory_pool.keys import Chain, PageKey, VisibleSpan
+from tessera_sglang.memory_pool.keys import Chain, VisibleSpan
 
 ATTRIBUTE = "tessera_reader"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False)
 class Body:
-    """The shareable pages of a span behind the root: what a plain prompt ``[root | body]`` leaves."""
+    """The shareable pages of a span behind the root: what a plain prompt ``[root | body]`` leaves.
+
+    One object for equal tokens in one namespace, as long as any reader wants them.
+    """
 
     tokens: array[int]  # root, then body; whole pages
     chain: Chain
-
-    @property
-    def identity(self) -> tuple[PageKey, bytes]:
-        """Equal exactly for the same tokens in the same namespace."""
-        return self.chain.root_key, self.tokens.tobytes()
+    missing_at: int = -1  # intake: pages the index had ever published when it was last looked for
+    failures: int = 0  # intake: prefills that ended and left it missing
 
 
 @dataclass(eq=False)  # no slots: requests refer to it weakly by their id
@@ -39,8 +39,9 @@ class Reader:
     layout: ContextLayout
     bodies: tuple[Body, ...]  # one per run of the layout, equal ones shared
     visible_spans: tuple[VisibleSpan, ...]
-    body_holds: dict[int, Path] = field(default_factory=dict)  # by id of the body: found so far
+    body_holds: dict[Body, Path] = field(default_factory=dict)  # found so far
     path: Path | None = None  # all shared pages in row order, held; None while any is missing
+    path_epoch: tuple[int, int] = (-1, -1)  # of the index, when the path was last seen intact
     computed_tokens: int = 0  # shared tokens that this reader's own span prefills computed
     accounted: bool = False
     _chain: tuple[int, Chain] | None = None
@@ -48,14 +49,24 @@ class Reader:
     @property
     def distinct_bodies(self) -> list[Body]:
         """Bodies without repetitions, in prompt order."""
-        return list({id(body): body for body in self.bodies}.values())
+        return list(dict.fromkeys(self.bodies))
+
+    def ready(self, index: ContentIndex) -> bool:
+        """Whether all shared pages are held and still there."""
+        if self.path is None:
+            return False
+        if self.path_epoch != index.hold_epoch:
+            if not index.intact(self.path):
+                return False
+            self.path_epoch = index.hold_epoch
+        return True
 
     def match(self, index: ContentIndex, req: Any, limit: int) -> Path:
         """Shared pages and then whatever of the remaining tokens is cached, up to ``limit`` pages.
 
         Empty when the spans are not resident: intake then keeps the request from being scheduled.
         """
-        if self.path is None or not index.intact(self.path):
+        if self.path is None or not self.ready(index):
             return index.path()
         rest = limit - len(self.path)
         chain = self._remaining_chain(index, req)

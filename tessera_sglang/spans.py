@@ -87,6 +87,11 @@ def check_request(req: Any, refusal: str | None) -> None:
         "return_hidden_states": getattr(req, "return_hidden_states", None),
         "return_routed_experts": getattr(req, "return_routed_experts", None),
         "token_type_ids": getattr(req, "token_type_ids", None),
+        "multi_item_delimiter_indices": getattr(req, "multi_item_delimiter_indices", None),
+        "token_indices_to_pool": getattr(req, "token_indices_to_pool", None),
+        # both read the prompt's tokens, which stand in row order
+        "custom_logit_processor": getattr(req, "custom_logit_processor", None),
+        "watermark": _watermark(req),
     }
     for name, value in wishes.items():
         if value:
@@ -99,6 +104,11 @@ def check_request(req: Any, refusal: str | None) -> None:
             "input log-probabilities (logprob_start_len) can not be combined with "
             f"{FIELD}; leave logprob_start_len out to get those of the output"
         )
+
+
+def _watermark(req: Any) -> Any:
+    params = req.sampling_params
+    return params.get("watermark") if isinstance(params, dict) else params.watermark
 
 
 def _parse_entry(where: str, entry: Any, prompt_tokens: int) -> Span:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import Any
 
@@ -110,6 +111,10 @@ def make_intake(result: Any, scheduler: Any) -> Any:
         scheduler.tessera_refusal = verdict.refusal or "the model's pool is hybrid"
         return result
     config = load()
+    if scheduler.tp_worker.model_runner.ngram_embedding_manager.enabled:
+        verdict = dataclasses.replace(
+            verdict, refusal="the model embeds n-grams, which a row in another order would change"
+        )
     root = root_tokens(
         config.span_root if verdict.refusal is None else "none",
         tokenizer=scheduler.tokenizer,

@@ -269,14 +269,26 @@ class ContentIndex:
         return None
 
     def _evict_held(self, page_count: int) -> list[int]:
+        """Held leaves, least recently used first, one by one. O(pages): the last resort."""
+        leaves = [
+            (page.tick, number, page)
+            for number, page in enumerate(self._pages.values())
+            if _held_leaf(page)
+        ]
+        heapq.heapify(leaves)
+        number = len(self._pages)
         freed: list[int] = []
         while len(freed) < page_count:
-            leaves = [p for p in self._pages.values() if p.holds and not p.locks and not p.children]
-            if not leaves:
-                break
-            for page in sorted(leaves, key=lambda p: p.tick)[: page_count - len(freed)]:
+            page = self._pop_leaf()  # the parent of a dropped page may be nobody's
+            if page is None:
+                if not leaves:
+                    break
+                page = heapq.heappop(leaves)[2]
                 self.counters.broken_holds += 1
-                freed.append(self._drop(page))
+            freed.append(self._drop(page))
+            if page.parent is not None and _held_leaf(page.parent):
+                number += 1
+                heapq.heappush(leaves, (page.parent.tick, number, page.parent))
         return freed
 
     def _drop(self, page: Page) -> int:
@@ -369,6 +381,10 @@ def _same(page: Page, parent: Page | None, chain: Chain, number: int) -> bool:
         and page.tokens == chain.tokens(number)
         and page.mark == chain.mark(number)
     )
+
+
+def _held_leaf(page: Page) -> bool:
+    return page.alive and page.holds > 0 and not page.locks and not page.children
 
 
 def _evictable(page: Page) -> bool:

@@ -69,10 +69,13 @@ def load(value: str | None = None) -> Config:
     """
     text = os.environ.get(VARIABLE, "") if value is None else value
     if text.startswith("@"):
+        path = text[1:]
         try:
-            text = Path(text[1:]).read_text(encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{VARIABLE} names a file that can not be read: {error}") from error
+            text = Path(path).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{VARIABLE} names the file {path!r}, which can not be read: {error}"
+            ) from error
     if not text.strip():
         return Config()
     try:

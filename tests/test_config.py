@@ -58,7 +58,6 @@ def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
         load(f"@{tmp_path}")
 
 
-@pytest.mark.xfail(strict=True, raises=UnicodeDecodeError, reason="escapes as UnicodeDecodeError")
 def test_a_file_that_is_no_text_is_named(tmp_path: Path) -> None:
     path = tmp_path / "binary.json"
     path.write_bytes(b"\xff\xfe{}")

@@ -238,7 +238,6 @@ def test_a_collision_between_marks_is_a_miss() -> None:
     check_that_the_second_misses({"visible": spans[:1]}, {"visible": spans[1:]})
 
 
-@pytest.mark.xfail(strict=True, reason="the namespace of a first page is not compared")
 def test_a_collision_between_namespaces_is_a_miss() -> None:
     """Case 22 with an 8-bit hash: a salt keeps its pages whatever the hash does."""
     roots = [Namespace("model", cache_salt=salt).root_key() for salt in ("t1", "t2")]

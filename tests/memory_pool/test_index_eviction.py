@@ -149,7 +149,6 @@ def test_of_held_pages_the_least_recently_used_goes_first(index: ContentIndex) -
     assert [index.evict(1, break_holds=True) for _ in range(4)] == [[4], [3], [2], [1]]
 
 
-@pytest.mark.xfail(strict=True, reason="leaves are picked round by round, not one by one")
 def test_breaking_holds_one_by_one_is_breaking_them_at_once(index: ContentIndex) -> None:
     for tokens in (B, A, C):
         index.hold(index.path(index.match(chain(tokens))))

@@ -53,7 +53,7 @@ class Plan:
 
     parts: tuple[Part, ...]
     query_tokens: int
-    shared_queries: tuple[tuple[int, int], ...]  # query intervals that have more than one part
+    shared_queries: tuple[tuple[int, int], ...]  # queries of requests with more than one part
 
 
 def build_plan(requests: Sequence[RequestQueries]) -> Plan:

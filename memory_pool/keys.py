@@ -64,14 +64,14 @@ class VisibleSpan:
     """A span that becomes visible to a chain of remaining tokens; part of the keys from there on."""
 
     at: int  # index into the remaining tokens of the first one that sees the span
-    last_key: PageKey  # key of the last page of the span's body: names all of its tokens
+    body_digest: bytes  # cryptographic, of root and body: marks are compared, and so must name them
     prompt_start: int  # prompt offset of the body
     body_tokens: int
     linked_pages: int  # leading pages of the body that the request computed in place
 
     def encode(self, page_size: int) -> bytes:
         """Bytes of the mark, with the position inside its page."""
-        return self.last_key + struct.pack(
+        return self.body_digest + struct.pack(
             "<QQQQ", self.at % page_size, self.prompt_start, self.body_tokens, self.linked_pages
         )
 
@@ -114,6 +114,7 @@ class Chain:
 
     def key(self, page: int) -> PageKey:
         """Key of one page. O(pages not yet named before it)."""
+        assert 0 <= page < self.page_count, "only whole pages have names"
         keys = self._keys
         while len(keys) <= page:
             index = len(keys)

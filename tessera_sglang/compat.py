@@ -88,6 +88,7 @@ __all__ = [
     "default_backend",
     "envs",
     "install",
+    "platform_is_plugin_cpu",
     "register_attention_backend",
     "register_resolution_hook",
     "resolving_view",
@@ -154,6 +155,13 @@ def verify(hooks: tuple[Hook, ...]) -> None:
 def absorbed_mla(attention: Any, forward_batch: ForwardBatch) -> Any:
     """Forward method of an MLA layer under our backend: absorbed, so that K/V are never expanded."""
     return _dispatch_mla_subtype(attention, forward_batch)
+
+
+def platform_is_plugin_cpu() -> bool:
+    """Whether a CPU platform from a plugin, ours that is, stepped in."""
+    from sglang.srt.platforms import current_platform  # a lazy singleton: asking creates it
+
+    return bool(current_platform.is_out_of_tree() and current_platform.device_type == "cpu")
 
 
 def default_backend(runner: Any) -> Any:

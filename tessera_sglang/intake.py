@@ -18,6 +18,7 @@ holds are dropped for it. So readers that do not fit together are served one aft
 
 from __future__ import annotations
 
+import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -121,9 +122,8 @@ class SpanIntake:
                 root_key, root + prompt[run.body_start : run.body_start + run.body_tokens]
             )
             bodies.append(body)
-            last_key = body.chain.key(body.chain.page_count - 1)
             visible.append(
-                VisibleSpan(at, last_key, run.body_start, run.body_tokens, layout.linked_pages)
+                VisibleSpan(at, body.digest, run.body_start, run.body_tokens, layout.linked_pages)
             )
         reader = Reader(layout, tuple(bodies), tuple(visible))
         self._check_room(req, reader)
@@ -133,7 +133,9 @@ class SpanIntake:
         identity = root_key, tokens.tobytes()
         body = self._bodies.get(identity)
         if body is None:
-            body = self._bodies[identity] = Body(tokens, self.cache.chain(root_key, tokens))
+            digest = hashlib.blake2b(identity[1], digest_size=32).digest()
+            body = Body(tokens, self.cache.chain(root_key, tokens), digest)
+            self._bodies[identity] = body
         return body
 
     def _check_room(self, req: Any, reader: Reader) -> None:

@@ -10,11 +10,11 @@ import os
 
 
 def activate() -> str | None:
-    """Stand aside on CUDA, and where the user asks for SGLang's own CPU engine."""
+    """Stand aside on any accelerator, and where the user asks for SGLang's own CPU engine."""
     if os.environ.get("SGLANG_USE_CPU_ENGINE", "").lower() in ("1", "true", "yes"):
         return None
     import torch  # after the cheap test: platforms are asked before anything else is imported
 
-    if torch.cuda.is_available():
+    if torch.accelerator.is_available():
         return None
     return "tessera_sglang.cpu.TesseraCpuPlatform"

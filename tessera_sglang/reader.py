@@ -28,6 +28,7 @@ class Body:
 
     tokens: array[int]  # root, then body; whole pages
     chain: Chain
+    digest: bytes  # of the tokens, cryptographic
     missing_at: int = -1  # intake: pages the index had ever published when it was last looked for
     failures: int = 0  # intake: prefills that ended and left it missing
 

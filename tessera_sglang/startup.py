@@ -36,14 +36,16 @@ def selected(server_args: Any) -> bool:
 
 def choose_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
     """Resolution step: page size, no graphs, a quiet idle loop on a CPU."""
+    view = compat.resolving_view(server_args)
+    if view.device is None and _on_cpu(view):
+        # SGLang's own detection trips over an out-of-tree CPU, whatever the backend
+        compat.declare_resolution(server_args, BACKEND, device="cpu")
     if selected(server_args):
         load()  # a bad TESSERA_CONFIG stops the start here
-        view = compat.resolving_view(server_args)
         chosen: dict[str, Any] = {"disable_cuda_graph": True}  # the kernel follows lengths
         if view.page_size is None:
             chosen["page_size"] = PAGE_TOKENS
         if _on_cpu(view):
-            chosen["device"] = "cpu"  # SGLang's own detection trips over an out-of-tree CPU
             chosen["sleep_on_idle"] = True  # an idle scheduler would burn a core
         compat.declare_resolution(server_args, BACKEND, **chosen)
         logger.info("tessera selects %s", chosen)
@@ -152,7 +154,7 @@ def _refused_with_content(view: Any) -> list[tuple[str, str]]:
 
 
 def _on_cpu(view: Any) -> bool:
-    import torch
-
-    device = view.device
-    return str(device).startswith("cpu") if device else not torch.cuda.is_available()
+    """Whether the server will run on a CPU: asked for, or our platform stepped in."""
+    if view.device:
+        return str(view.device).startswith("cpu")
+    return compat.platform_is_plugin_cpu()

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from tessera_sglang.attention.rope import Pairing, RelativeRotation
 
 from .compat import AttentionType, RadixAttention
@@ -105,6 +107,8 @@ def _rotation(
     for name, parent, _ in layers:
         if getattr(parent, "use_rope", True) is False:
             raise _CanNotRelocateError(f"{name}: a layer without rotary embedding")
+        if hasattr(parent, "query_layernorm") and getattr(parent, "use_qk_norm", True):
+            raise _CanNotRelocateError(f"{name}: queries and keys are normalised after rotation")
         rope = getattr(parent, "rotary_emb", None)
         if rope is None or getattr(rope, "cos_sin_cache", None) is None:
             raise _CanNotRelocateError(
@@ -126,6 +130,7 @@ def _read_rope(rope: Any, layer: Any, latent: LatentRow | None) -> tuple[Relativ
         rotation = RelativeRotation.from_cos_sin_table(rope.cos_sin_cache.detach().cpu(), pairing)
     except ValueError as error:
         raise _CanNotRelocateError(f"rotary embedding {kind}: {error}") from error
+    _check_turn(rope, rotation)
     width = int(rope.cos_sin_cache.shape[-1])
     if latent is not None:
         if latent.rope_channels != width:
@@ -138,6 +143,32 @@ def _read_rope(rope: Any, layer: Any, latent: LatentRow | None) -> tuple[Relativ
             f"the rotary table has {width} channels, a head {layer.qk_head_dim}"
         )
     return rotation, 0
+
+
+def _check_turn(rope: Any, rotation: RelativeRotation) -> None:
+    """The model's own code must agree: rope(p + s) x = turn by s of rope(p) x."""
+    shift = 37
+    table = rope.cos_sin_cache
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn((3, rotation.rotary_dim), generator=generator).to(table)
+    positions = torch.tensor([0, 5, 101], device=table.device)
+
+    def turned(at: torch.Tensor) -> torch.Tensor:
+        query: torch.Tensor = rope.forward_native(at, x.clone(), x.clone())[0]
+        return query.reshape(3, 1, -1)[..., : rotation.rotary_dim].float().cpu()
+
+    try:
+        before, after = turned(positions), turned(positions + shift)
+    except Exception as error:
+        raise _CanNotRelocateError(
+            f"rotary embedding {type(rope).__name__} could not be tried: {error!r}"
+        ) from error
+    moved = rotation.rotate(before, shift, start=0)
+    tolerance = 0.05 if table.dtype != torch.float32 else 1e-3
+    if not torch.allclose(moved, after, atol=tolerance * float(before.abs().max())):
+        raise _CanNotRelocateError(
+            f"rotary embedding {type(rope).__name__} does not turn as its table says"
+        )
 
 
 def _config_value(hf_config: Any, field: str) -> Any:

@@ -173,7 +173,7 @@ def test_what_came_after_a_span_stays_with_it() -> None:
     assert found(replace(span, at=9)) == [1, 2]
     assert found(replace(span, prompt_start=12)) == [1, 2]
     assert found(replace(span, linked_pages=1)) == [1, 2]
-    assert found(replace(span, last_key=other.key(1))) == [1, 2]
+    assert found(replace(span, body_digest=other.key(1))) == [1, 2]
     assert found(span, replace(span, at=12)) == [1, 2, 3]
     assert hit(index, [*range(100, 108), *range(500, 508), *range(200, 208)]) == [1, 2]
     assert hit(index, range(500, 508)) == [10, 11]

@@ -25,7 +25,7 @@ from tessera_sglang.memory_pool.keys import (
 PAGE = 4
 ROOT = Namespace("model").root_key()
 SPAN = VisibleSpan(
-    at=5, last_key=PageKey(b"k" * 16), prompt_start=64, body_tokens=128, linked_pages=1
+    at=5, body_digest=PageKey(b"k" * 16), prompt_start=64, body_tokens=128, linked_pages=1
 )
 
 _PRINT_KEYS = """
@@ -33,7 +33,7 @@ import json
 from tessera_sglang.memory_pool.keys import Chain, Namespace, VisibleSpan
 root = Namespace("model", "extra", "salt", "lora").root_key()
 body = Chain(root, range(100, 108), 4)
-span = VisibleSpan(at=5, last_key=body.key(1), prompt_start=4, body_tokens=8, linked_pages=0)
+span = VisibleSpan(at=5, body_digest=body.key(1), prompt_start=4, body_tokens=8, linked_pages=0)
 chain = Chain(root, range(12), 4, visible=[span])
 print(json.dumps([root.hex(), *(chain.key(page).hex() for page in range(3))]))
 """
@@ -168,12 +168,12 @@ def test_a_mark_changes_keys_from_its_page_on() -> None:
     "changed",
     [
         replace(SPAN, at=6),
-        replace(SPAN, last_key=PageKey(b"K" * 16)),
+        replace(SPAN, body_digest=PageKey(b"K" * 16)),
         replace(SPAN, prompt_start=65),
         replace(SPAN, body_tokens=192),
         replace(SPAN, linked_pages=0),
     ],
-    ids=["at", "last_key", "prompt_start", "body_tokens", "linked_pages"],
+    ids=["at", "body_digest", "prompt_start", "body_tokens", "linked_pages"],
 )
 def test_every_field_of_a_visible_span_counts(changed: VisibleSpan) -> None:
     tokens = list(range(12))

@@ -54,7 +54,7 @@ class Namespace:
             if field is None:
                 framed.append(b"\0")
             else:
-                raw = field.encode()
+                raw = field.encode("utf-8", "surrogatepass")
                 framed.append(b"\1" + struct.pack("<Q", len(raw)) + raw)
         return PageKey(hashlib.blake2b(b"".join(framed), digest_size=32).digest())
 

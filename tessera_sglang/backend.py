@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from tessera_sglang.attention.kernels.torch_kernel import TorchKernel
-from tessera_sglang.attention.layout import ContextLayout
 from tessera_sglang.attention.merge import merge_into
 from tessera_sglang.attention.plan import Plan, RequestQueries, build_plan
 
@@ -29,7 +28,7 @@ from .compat import (
     ScheduleBatch,
     absorbed_mla,
 )
-from .reader import layout_of, reader_of
+from .reader import Reader, ReaderId, layout_of, reader_of
 from .survey import Survey
 
 logger = logging.getLogger(__name__)
@@ -112,33 +111,8 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
         save_kv_cache: bool = True,
         **kwargs: Any,
     ) -> Tensor:
-        """Attention of new prompt tokens. q [T, H*D]; returns [T, H*Dv] in q's dtype."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-
-    def forward_decode(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Any,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs: Any,
-    ) -> Tensor:
-        """Attention of one token per request. q [B, H*D]; returns [B, H*Dv] in q's dtype."""
-        return self._forward(q, k, v, layer, forward_batch, save_kv_cache, kwargs)
-
-    def _forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        layer: Any,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-        extra: dict[str, Any],
-    ) -> Tensor:
-        unknown = {name for name, value in extra.items() if value is not None}
+        """Store the new tokens' keys and values and attend. q [T, H*D]; [T, H*Dv] in q's dtype."""
+        unknown = {name for name, value in kwargs.items() if value is not None}
         if unknown:
             raise UnservableError(
                 f"layer {layer.layer_id} passes {sorted(unknown)}, which is unknown"
@@ -153,6 +127,8 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)  # [T, H, D]
         out = self._attend(heads, keys, values, layer)
         return out.to(q.dtype).reshape(out.shape[0], -1)
+
+    forward_decode = forward_extend  # the plan knows the difference
 
     def _attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: Any) -> Tensor:
         batch = self._batch
@@ -205,30 +181,39 @@ def register_forward_method() -> None:
     AttentionBackendRegistry.register("tessera", absorbed_mla)
 
 
-def set_prompt_positions(
+def mark_readers(
     forward_batch: ForwardBatch, cls: Any, batch: ScheduleBatch, *args: Any, **kwargs: Any
 ) -> ForwardBatch:
-    """Hook after ``ForwardBatch.init_new``: prompt positions for the readers in the batch.
+    """Hook after ``ForwardBatch.init_new``: the layouts of the readers, and prompt positions for them.
 
     A row position says where KV is stored; the rotary phase of a reader's tokens is that of the
     prompt. In decode the two agree, since the row is exactly as long as the prompt.
     """
     readers = [reader_of(req) for req in batch.reqs]
-    if not any(readers) or forward_batch.forward_mode.is_decode_or_idle():
+    if not any(readers):
         return forward_batch
-    layouts: list[ContextLayout | None] = [r.layout if r is not None else None for r in readers]
-    positions = forward_batch.positions.clone()
+    forward_batch.rids = [
+        ReaderId(req.rid, reader.layout) if reader is not None else req.rid
+        for req, reader in zip(batch.reqs, readers, strict=True)
+    ]
+    if not forward_batch.forward_mode.is_decode_or_idle():
+        forward_batch.positions = _prompt_positions(forward_batch, readers)
+    return forward_batch
+
+
+def _prompt_positions(forward_batch: ForwardBatch, readers: list[Reader | None]) -> Tensor:
+    positions: Tensor = forward_batch.positions.clone()
     start = 0
-    for layout, before, tokens in zip(
-        layouts,
+    for reader, before, tokens in zip(
+        readers,
         forward_batch.extend_prefix_lens_cpu,
         forward_batch.extend_seq_lens_cpu,
         strict=True,
     ):
-        if layout is not None:
+        if reader is not None:
+            layout = reader.layout
             assert before >= layout.shared_tokens, "a reader was scheduled without its spans"
             own = torch.from_numpy(layout.prompt_positions(before, before + tokens))
             positions[start : start + tokens] = own.to(positions)
         start += tokens
-    forward_batch.positions = positions
-    return forward_batch
+    return positions

@@ -30,7 +30,7 @@ from sglang.srt.layers.attention.attention_registry import (
 )
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
-from sglang.srt.managers.schedule_batch import Req, ScheduleBatch
+from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
@@ -56,6 +56,7 @@ from sglang.srt.runtime_context import attention_backends
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 __all__ = [
+    "FINISH_ABORT",
     "AddReqResult",
     "AttentionBackend",
     "AttentionBackendRegistry",

@@ -34,7 +34,7 @@ from tessera_sglang.memory_pool.keys import PageKey, VisibleSpan
 
 from . import spans as declaration
 from .cache import TesseraCache
-from .compat import Req, SamplingParams
+from .compat import FINISH_ABORT, Req, SamplingParams
 from .reader import Body, Reader, attach, reader_of
 
 SPAN_PREFILL = "tessera_span_prefill"  # attribute of a Req that intake made
@@ -103,7 +103,7 @@ class SpanIntake:
         spans = declaration.parse(raw, len(prompt))
         if not spans:
             return None
-        declaration.check_request(req, self.settings.refusal)
+        declaration.check_request(req, len(prompt), self.settings.refusal)
         size, root = self.cache.page_size, self.settings.root
         layout = lay_out(
             spans,
@@ -150,12 +150,14 @@ class SpanIntake:
                 )
         remaining = len(reader.layout.remaining)
         span_pages = _pages_of(reader)
-        room = scheduler.max_total_num_tokens - (span_pages + -(-remaining // size) + 1) * size - 1
+        # what SGLang asks of an empty pool before it admits a request
+        needed = span_pages * size + remaining + size + 1
+        room = scheduler.max_total_num_tokens - needed
         if room < 0:
             raise declaration.SpanError(
-                f"the prompt needs {span_pages * size} tokens of KV for its spans (with the root and "
-                f"linked pages) and {remaining} for the rest, more than the pool of "
-                f"{scheduler.max_total_num_tokens} tokens can hold"
+                f"the prompt needs {needed} tokens of KV: {span_pages * size} for its spans (with the "
+                f"root and linked pages), {remaining} for the rest and a page to generate into; the "
+                f"pool holds {scheduler.max_total_num_tokens}"
             )
         params = req.sampling_params
         params.max_new_tokens = min(params.max_new_tokens, room)
@@ -211,7 +213,7 @@ class SpanIntake:
                 continue  # queued or running
             del self._on_the_way[body]
             body.missing_at = -1
-            if request.finished():
+            if request.finished() and not isinstance(request.finished_reason, FINISH_ABORT):
                 body.failures += 1  # until it is found
                 prefill.owner.computed_tokens += _computed(prefill)
 
@@ -343,6 +345,8 @@ class SpanIntake:
 
         Returns whether that changed anything.
         """
+        if head is None:
+            return False
         keep = reader_of(head)
         for prefill in self._on_the_way.values():
             if prefill.request is head:

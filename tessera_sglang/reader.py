@@ -10,7 +10,6 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from weakref import WeakValueDictionary
 
 from tessera_sglang.attention.layout import ContextLayout, SharedRun
 from tessera_sglang.memory_pool.index import ContentIndex, Page, Path
@@ -33,7 +32,7 @@ class Body:
     failures: int = 0  # intake: prefills that ended and left it missing
 
 
-@dataclass(eq=False)  # no slots: requests refer to it weakly by their id
+@dataclass(slots=True, eq=False)
 class Reader:
     """What intake, cache and backend know of one request with spans."""
 
@@ -102,10 +101,6 @@ class Reader:
         return index.path(pages, kept.values())
 
 
-# Weak: a reader lives as long as its request.
-_BY_RID: WeakValueDictionary[str, Reader] = WeakValueDictionary()
-
-
 def _first_visible_page(run: SharedRun, root_tokens: int, page_size: int) -> int:
     return (root_tokens + run.prompt_start - run.body_start) // page_size
 
@@ -118,16 +113,25 @@ def reader_of(req: Any) -> Any:
 def attach(req: Any, reader: Reader | None) -> None:
     """Make a request a reader, or plain again."""
     setattr(req, ATTRIBUTE, reader)
-    if reader is None:
-        _BY_RID.pop(req.rid, None)
-    else:
-        _BY_RID[req.rid] = reader
+
+
+class ReaderId(str):
+    """A request id in a batch that carries the reader's layout.
+
+    A batch on its way to the model is copied field by field, and its list of ids is what arrives.
+    Looking the layout up by the id would not do: clients choose ids, also each other's.
+    """
+
+    __slots__ = ("layout",)
+    layout: ContextLayout
+
+    def __new__(cls, rid: str, layout: ContextLayout) -> ReaderId:
+        """``rid`` with the layout beside it."""
+        made = super().__new__(cls, rid)
+        made.layout = layout
+        return made
 
 
 def layout_of(rid: str | None) -> ContextLayout | None:
-    """The layout of a request in a batch, None for a plain one.
-
-    A batch on its way to the model is copied field by field and keeps request ids only.
-    """
-    reader = _BY_RID.get(rid) if rid is not None else None
-    return reader.layout if reader is not None else None
+    """The layout of a request in a batch, None for a plain one."""
+    return rid.layout if isinstance(rid, ReaderId) else None

@@ -38,7 +38,7 @@ def schedule(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
         if batch is None and _stalled(scheduler, running):
             # Nothing runs and nothing could start: the first in line gets what the others hold.
             # If it is hidden, it finds room for its spans in the next pass.
-            head = [*scheduler.waiting_queue, *hidden][0]
+            head = next(iter([*scheduler.waiting_queue, *hidden]), None)
             if intake.make_room_for(head) and scheduler.waiting_queue:
                 others = scheduler.waiting_queue[1:]
                 scheduler.waiting_queue = [head]

@@ -68,7 +68,7 @@ def parse(raw: Any, prompt_tokens: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def check_request(req: Any, refusal: str | None) -> None:
+def check_request(req: Any, prompt_tokens: int, refusal: str | None) -> None:
     """Raise SpanError for a request whose other wishes spans can not meet.
 
     ``req`` is SGLang's ``Req`` or its ``GenerateReqInput``; only what both have is looked at.
@@ -86,19 +86,20 @@ def check_request(req: Any, refusal: str | None) -> None:
         "multimodal inputs": getattr(req, "multimodal_inputs", None),
         "return_hidden_states": getattr(req, "return_hidden_states", None),
         "return_routed_experts": getattr(req, "return_routed_experts", None),
+        "return_indexer_topk": getattr(req, "return_indexer_topk", None),
         "token_type_ids": getattr(req, "token_type_ids", None),
         "multi_item_delimiter_indices": getattr(req, "multi_item_delimiter_indices", None),
         "token_indices_to_pool": getattr(req, "token_indices_to_pool", None),
         # both read the prompt's tokens, which stand in row order
         "custom_logit_processor": getattr(req, "custom_logit_processor", None),
-        "watermark": _watermark(req),
+        "watermark": _param(req, "watermark"),
+        "beam_width": (_param(req, "beam_width") or 1) > 1,
     }
     for name, value in wishes.items():
         if value:
             raise SpanError(f"{name} can not be combined with {FIELD}; drop one of them")
     start = getattr(req, "logprob_start_len", None)
-    prompt = getattr(req, "origin_input_ids", None)
-    inside = start is not None and start >= 0 and (prompt is None or start < len(prompt))
+    inside = start is not None and 0 <= start < prompt_tokens
     if req.return_logprob and inside:
         raise SpanError(
             "input log-probabilities (logprob_start_len) can not be combined with "
@@ -106,9 +107,9 @@ def check_request(req: Any, refusal: str | None) -> None:
         )
 
 
-def _watermark(req: Any) -> Any:
+def _param(req: Any, name: str) -> Any:
     params = req.sampling_params
-    return params.get("watermark") if isinstance(params, dict) else params.watermark
+    return params.get(name) if isinstance(params, dict) else getattr(params, name, None)
 
 
 def _parse_entry(where: str, entry: Any, prompt_tokens: int) -> Span:

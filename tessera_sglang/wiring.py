@@ -8,7 +8,7 @@ from typing import Any
 
 from . import scheduling, spans, startup
 from .accounting import account
-from .backend import TesseraBackend, register_forward_method, set_prompt_positions
+from .backend import TesseraBackend, mark_readers, register_forward_method
 from .cache import TesseraCache
 from .compat import (
     Hook,
@@ -135,13 +135,25 @@ def make_intake(result: Any, scheduler: Any) -> Any:
 
 def check_on_arrival(result: Any, manager: Any, obj: Any, input_ids: Any) -> Any:
     """After ``TokenizerManager._validate_one_request``: a bad declaration is an HTTP 400."""
-    if startup.BACKEND not in attention_backends():
+    if not _active():
         return result
+    tokens = len(input_ids) if input_ids is not None else 0
+    if getattr(obj, "input_ids", None) is not None:
+        _check_vocabulary(input_ids, manager.model_config.vocab_size)
     params = obj.sampling_params
     raw = spans.declared(params.get("custom_params") if isinstance(params, dict) else None)
-    if spans.parse(raw, len(input_ids) if input_ids is not None else 0):
-        spans.check_request(obj, None)
+    if spans.parse(raw, tokens):
+        spans.check_request(obj, tokens, None)
     return result
+
+
+def _check_vocabulary(input_ids: Any, vocab_size: int) -> None:
+    """A CPU embedding looks an unknown id up out of bounds, which would end the server."""
+    if input_ids and not (min(input_ids) >= 0 and max(input_ids) < vocab_size):
+        wrong = next(i for i, token in enumerate(input_ids) if not 0 <= token < vocab_size)
+        raise ValueError(
+            f"input_ids[{wrong}] = {input_ids[wrong]} is outside the vocabulary of {vocab_size}"
+        )
 
 
 def accept(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
@@ -154,9 +166,25 @@ def accept(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     if refusal is not None and req.to_finish is None:
         try:
             if spans.declared(req.sampling_params.custom_params):
-                spans.check_request(req, refusal)
+                spans.check_request(req, len(req.origin_input_ids), refusal)
         except spans.SpanError as error:
             req.set_finish_with_abort(str(error))
+
+
+def queue_limit(original: Any, scheduler: Any, req: Any) -> Any:
+    """Around ``Scheduler._abort_on_queued_limit``: nobody asked for a span prefill, so none counts."""
+    queue = scheduler.waiting_queue
+    asked = [waiting for waiting in queue if not is_span_prefill(waiting)]
+    if len(asked) == len(queue):
+        return original(scheduler, req)
+    scheduler.waiting_queue = list(asked)
+    try:
+        return original(scheduler, req)
+    finally:
+        kept = {id(waiting) for waiting in scheduler.waiting_queue}
+        scheduler.waiting_queue = [
+            waiting for waiting in queue if is_span_prefill(waiting) or id(waiting) in kept
+        ]
 
 
 def stream(original: Any, streamer: Any, reqs: list[Any], *args: Any, **kwargs: Any) -> Any:
@@ -181,6 +209,7 @@ HOOKS = (
         check_on_arrival,
     ),
     Hook(f"{_SCHEDULER}._add_request_to_queue", HookType.BEFORE, accept),
+    Hook(f"{_SCHEDULER}._abort_on_queued_limit", HookType.AROUND, queue_limit),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", HookType.AROUND, scheduling.schedule),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
@@ -195,7 +224,7 @@ HOOKS = (
     Hook(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
         HookType.AFTER,
-        set_prompt_positions,
+        mark_readers,
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.output_streamer"

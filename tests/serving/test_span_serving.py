@@ -249,6 +249,38 @@ def test_an_abort_in_the_middle_of_a_prefill_leaves_clean_pages(server: Server) 
     _same(answer, server.generate(part))
 
 
+def test_ids_that_clients_choose_select_nothing(server: Server) -> None:
+    writer = Writer(21)
+    prompt, spans = around(writer.text(33), writer.text(5 * PAGE), writer.text(20))
+    plain = writer.text(200)
+    want_reader, want_plain = server.generate(prompt, spans), server.generate(plain)
+    server.flush()
+    for number in range(1, 60):  # one of them is what the server calls its own request
+        rid = f"tessera-span-{number}"
+        _same(want_reader, server.generate(prompt, spans, rid=rid))
+        if number % 6 == 0:
+            _same(want_plain, server.generate(plain, rid=rid))
+            server.flush()
+
+
+def test_aborting_everything_again_and_again(server: Server) -> None:
+    writer = Writer(22)
+    items = [
+        compose(*((writer.text(3 * PAGE), True) for _ in range(3)), (writer.text(9), False))
+        for _ in range(6)
+    ]
+    with ThreadPoolExecutor(8) as pool:
+        for round_number in range(8):
+            asked = [pool.submit(server.generate, *item, steps=30) for item in items]
+            time.sleep(0.05 * round_number)
+            server.post("/abort_request", {"abort_all": True})
+            for one in asked:
+                with contextlib.suppress(RequestError):
+                    one.result()
+    assert server.alive()
+    assert len(server.generate(*items[0]).tokens) == 16
+
+
 # --- reporting -----------------------------------------------------------------------------------
 
 
@@ -320,6 +352,14 @@ def test_wishes_that_spans_can_not_meet_are_a_400(server: Server, fields: dict[s
         server.generate(Writer(20).text(300), [[0, 200]], **fields)
     assert raised.value.status == 400
     assert next(iter(fields)) in raised.value.body
+
+
+def test_an_id_outside_the_vocabulary_is_a_400(server: Server) -> None:
+    with pytest.raises(RequestError) as raised:
+        server.generate([20, 30, 512])
+    assert raised.value.status == 400
+    assert "input_ids[2]" in raised.value.body
+    assert server.alive()
 
 
 def test_metrics_are_served(server: Server) -> None:

@@ -74,7 +74,7 @@ def _add_doctor(commands: Commands) -> None:
         "doctor",
         help="whether a server would start here, and with what",
         description="Checks versions, hooks, device and TESSERA_CONFIG. Exits with 1 if a server "
-        "would refuse to start.",
+        "would refuse to start, as far as can be told without a model.",
     )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(command=_doctor)

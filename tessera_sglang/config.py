@@ -40,10 +40,10 @@ _LATER_VALUES: dict[str, dict[str, str]] = {
 }
 _MEANING: dict[str, str] = {
     "index": '"content" or "radix"',
-    "kernel": '"auto", "flashmla", "flashinfer", "triton", "tilelang" or "torch"',
+    "kernel": '"auto" or "torch"',
     "link_pages": "a whole number from 0 on",
     "span_root": '"auto", "none", a text, or a list of token ids',
-    "verify": '"tokens" or "latents"',
+    "verify": '"tokens"',
 }
 
 
@@ -111,6 +111,8 @@ def _checked(raw: Any) -> Config:
             raise ConfigError(
                 f"{VARIABLE}: link_pages must be {_MEANING['link_pages']}, got {value!r}"
             )
+        if not config.span_root:
+            raise ConfigError(f'{VARIABLE}: span_root is empty; use "none" for no root')
         if isinstance(config.span_root, list) and any(t < 0 for t in config.span_root):
             raise ConfigError(f"{VARIABLE}: span_root must hold token ids from 0 on, got {value!r}")
     return msgspec.convert(raw, Config, strict=True)

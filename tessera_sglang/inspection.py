@@ -25,7 +25,7 @@ def add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     cache = scheduler.tree_cache
     size = cache.page_size
     state: dict[str, Any] = {
-        "index": type(cache).__name__,
+        "index": "content" if isinstance(cache, TesseraCache) else "radix",
         "page_tokens": size,
         "pool_tokens": scheduler.max_total_num_tokens,
         "held_tokens": scheduler.max_total_num_tokens

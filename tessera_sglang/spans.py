@@ -33,6 +33,11 @@ def declared(custom_params: Any) -> Any:
             f'custom_params.tessera must be an object such as {{"spans": [[0, 128]]}}, '
             f"got {_shown(tessera)}"
         )
+    if "spans" not in tessera:
+        raise SpanError(
+            f"custom_params.tessera has no 'spans', got {_shown(tessera)}; give a list of pairs, "
+            "or leave tessera out"
+        )
     unknown = sorted(str(key) for key in tessera if key != "spans")
     if unknown:
         raise SpanError(

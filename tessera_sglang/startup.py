@@ -40,6 +40,11 @@ def choose_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
     if view.device is None and _on_cpu(view):
         # SGLang's own detection trips over an out-of-tree CPU, whatever the backend
         compat.declare_resolution(server_args, BACKEND, device="cpu")
+        if not selected(server_args):
+            logger.warning(
+                "no accelerator was found and Tessera's CPU platform stepped in; what it serves "
+                "with is --attention-backend tessera"
+            )
     if selected(server_args):
         load()  # a bad TESSERA_CONFIG stops the start here
         chosen: dict[str, Any] = {"disable_cuda_graph": True}  # the kernel follows lengths
@@ -70,12 +75,17 @@ def check(view: Any, config: Config, *, mla: bool) -> None:
     if mla and view.page_size % PAGE_TOKENS:
         raise StartupError(
             f"--page-size {view.page_size} with --attention-backend tessera on an MLA model: its "
-            f"pages hold {PAGE_TOKENS} tokens; drop --page-size"
+            f"pages hold a multiple of {PAGE_TOKENS} tokens; drop --page-size"
         )
     for flag, wanted, remedy in _always_refused(view):
         raise StartupError(f"{flag} with --attention-backend tessera: {wanted}; {remedy}")
     if config.index != "content":
         return
+    if isinstance(config.span_root, list) and len(config.span_root) % view.page_size:
+        raise StartupError(
+            f"TESSERA_CONFIG: span_root has {len(config.span_root)} token ids, but it must be whole "
+            f"pages of {view.page_size} (--page-size); add or remove ids"
+        )
     for flag, wanted in _refused_with_content(view):
         raise StartupError(
             f'{flag} with the content index (TESSERA_CONFIG index "content"): {wanted}; drop the '
@@ -99,10 +109,16 @@ def _always_refused(view: Any) -> list[tuple[str, str, str]]:
     ):
         if getattr(view, field):
             found.append((flag, "batches are split or padded behind the plan", "drop the flag"))
-    for field, flag in (("dcp_size", "--dcp-size"), ("attn_cp_size", "--attn-cp-size")):
+    for field, flag in (
+        ("dcp_size", "--dcp-size"),
+        ("attn_cp_size", "--attn-cp-size"),
+        ("attn_dp_size", "--attn-dp-size"),  # what --enable-dp-attention resolves to
+    ):
         value = getattr(view, field)
         if value and value > 1:
-            found.append((f"{flag} {value}", "a row must be whole on one rank", "drop the flag"))
+            found.append(
+                (f"{flag} {value}", "rows or batches are split or padded", "drop the flag")
+            )
     return found
 
 

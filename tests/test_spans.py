@@ -22,9 +22,7 @@ def refusal(raw: Any, prompt_tokens: int = PROMPT) -> str:
 # --- what a request declares ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "params", [None, {}, {"other": 1}, {"tessera": None}, {"tessera": {}}, "text", 5]
-)
+@pytest.mark.parametrize("params", [None, {}, {"other": 1}, {"tessera": None}, "text", 5])
 def test_a_request_that_declares_nothing_declares_nothing(params: Any) -> None:
     assert declared(params) is None
     assert parse(declared(params), PROMPT) == ()
@@ -34,6 +32,11 @@ def test_a_declaration_is_handed_on_as_it_is() -> None:
     raw = [[0, 5], "odd"]
     assert declared({"tessera": {"spans": raw}, "other": 1}) is raw
     assert declared({"tessera": {"spans": None}}) is None
+
+
+def test_an_object_without_spans_is_a_forgotten_key() -> None:
+    with pytest.raises(SpanError, match="has no 'spans'"):
+        declared({"tessera": {}})
 
 
 @pytest.mark.parametrize("tessera", [[[0, 5]], "spans", 1, True, 0, [], "", False])

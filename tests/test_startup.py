@@ -23,6 +23,7 @@ PLAIN: dict[str, Any] = {
     "enable_dp_attention": False,
     "dcp_size": 1,
     "attn_cp_size": 1,
+    "attn_dp_size": 1,
     "disable_radix_cache": False,
     "enable_hierarchical_cache": False,
     "enable_lmcache": False,
@@ -49,6 +50,7 @@ ALWAYS = [
     ("enable_dp_attention", True, "--enable-dp-attention", "drop the flag"),
     ("dcp_size", 2, "--dcp-size 2", "drop the flag"),
     ("attn_cp_size", 2, "--attn-cp-size 2", "drop the flag"),
+    ("attn_dp_size", 2, "--attn-dp-size 2", "drop the flag"),
 ]
 WITH_CONTENT = [
     ("disable_radix_cache", True, "--disable-radix-cache"),
@@ -86,6 +88,13 @@ def refusal(config: Config = CONTENT, *, mla: bool = True, **flags: Any) -> str:
 def test_nothing_stands_in_the_way_of_the_backend_alone(config: Config, mla: bool) -> None:
     check(config, mla=mla)
     check(config, mla=mla, attention_backend=None, **_both_phases("tessera"))
+
+
+def test_a_root_that_is_not_whole_pages_is_refused_before_the_model_is_loaded() -> None:
+    message = refusal(Config(span_root=[20] * 63))
+    assert "span_root has 63 token ids" in message
+    assert "whole pages of 64" in message
+    check(Config(span_root=[20] * 128))
 
 
 def _both_phases(name: str) -> dict[str, str]:

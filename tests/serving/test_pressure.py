@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import Load, make_items, settle
+from load import Item, Load, make_items, settle
 from prompts import PAGE, ROOT, Writer, around, compose
 from server import Answer, RequestError, Server
 
@@ -15,14 +15,21 @@ CONFIG: dict[str, Any] = {"span_root": ROOT, "link_pages": 1}
 LONGEST = 1200
 
 
-def _reference(model: Path, items: list[Any]) -> list[Answer]:
-    with Server(model, config=CONFIG, pool_tokens=65536) as server:
-        return [server.generate(i.prompt, i.spans, steps=i.steps) for i in items]
+Reference = tuple[list[Item], list[Answer]]
 
 
-def _soak(model: Path, seconds: float, *, pool_tokens: int, retract: bool, seed: int) -> Load:
-    items = make_items(seed, 40, longest=LONGEST)
-    reference = _reference(model, items)
+@pytest.fixture(scope="module")
+def reference(mla_model: Path) -> Reference:
+    """The requests of the load, and what a server with room for all answers to each alone."""
+    items = make_items(7, 40, longest=LONGEST)
+    with Server(mla_model, config=CONFIG, pool_tokens=65536) as server:
+        return items, [server.generate(i.prompt, i.spans, steps=i.steps) for i in items]
+
+
+def _soak(
+    model: Path, reference: Reference, seconds: float, *, pool_tokens: int, retract: bool
+) -> Load:
+    items, answers = reference
     environment = {"SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1"}
     if retract:
         environment |= {"SGLANG_TEST_RETRACT": "1", "SGLANG_TEST_RETRACT_INTERVAL": "4"}
@@ -30,7 +37,7 @@ def _soak(model: Path, seconds: float, *, pool_tokens: int, retract: bool, seed:
     with Server(
         model, *arguments, config=CONFIG, pool_tokens=pool_tokens, environment=environment
     ) as server:
-        load = Load(server, items, reference, seed)
+        load = Load(server, items, answers, seed=pool_tokens)
         load.run(seconds)
         assert not load.wrong, load.wrong[:3]
         assert not load.failed, load.failed[:3]
@@ -53,17 +60,24 @@ def _soak(model: Path, seconds: float, *, pool_tokens: int, retract: bool, seed:
     return load
 
 
-@pytest.mark.parametrize(("pool_tokens", "retract"), [(2048, False), (3072, True)])
-def test_random_load_on_a_small_pool(mla_model: Path, pool_tokens: int, retract: bool) -> None:
-    load = _soak(mla_model, 25, pool_tokens=pool_tokens, retract=retract, seed=pool_tokens)
+SMALL = pytest.mark.parametrize(("pool_tokens", "retract"), [(2048, False), (3072, True)])
+
+
+@SMALL
+def test_random_load_on_a_small_pool(
+    mla_model: Path, reference: Reference, pool_tokens: int, retract: bool
+) -> None:
+    load = _soak(mla_model, reference, 20, pool_tokens=pool_tokens, retract=retract)
     assert load.finished > 50
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
-@pytest.mark.parametrize(("pool_tokens", "retract"), [(2048, False), (3072, True)])
-def test_ten_minutes_of_random_load(mla_model: Path, pool_tokens: int, retract: bool) -> None:
-    load = _soak(mla_model, 600, pool_tokens=pool_tokens, retract=retract, seed=7)
+@SMALL
+def test_ten_minutes_of_random_load(
+    mla_model: Path, reference: Reference, pool_tokens: int, retract: bool
+) -> None:
+    load = _soak(mla_model, reference, 600, pool_tokens=pool_tokens, retract=retract)
     assert load.finished > 1000
 
 

@@ -281,6 +281,40 @@ def test_aborting_everything_again_and_again(server: Server) -> None:
     assert len(server.generate(*items[0]).tokens) == 16
 
 
+def test_a_row_is_repointed_before_its_duplicate_is_freed(server: Server) -> None:  # case 2
+    writer = Writer(23)
+    prompt = writer.text(6 * PAGE + 20)
+    with ThreadPoolExecutor(24) as pool:
+        twins = [pool.submit(server.generate, prompt, steps=80) for _ in range(2)]
+        scribbles = [
+            pool.submit(server.generate, writer.text(5 * PAGE), steps=4) for _ in range(16)
+        ]
+        answers = [twin.result() for twin in twins]
+        for scribble in scribbles:
+            scribble.result()
+    server.flush()
+    alone = server.generate(prompt, steps=80)
+    for answer in answers:
+        _same(answer, alone)
+
+
+def test_what_must_not_be_published_is_not(server: Server) -> None:  # case 4
+    writer = Writer(24)
+    unpublished = {
+        "bootstrap_host": "2.2.2.2"
+    }  # how SGLang marks a request that must leave no trace
+    prompt = writer.text(24 * PAGE)  # three chunks
+    first = server.generate(prompt, steps=3, **unpublished)
+    assert server.state()["pages"]["sealed"] == 0
+    assert server.state()["held_tokens"] == 0
+    again = server.generate(prompt, steps=3, **unpublished)
+    assert again.cached == 0
+    _same(first, again)
+    spanned = around(writer.text(30), writer.text(4 * PAGE), writer.text(200))
+    server.generate(*spanned, steps=3, **unpublished)
+    assert server.generate(*spanned, steps=3).cached == _shared(4 * PAGE), "only the span stays"
+
+
 # --- reporting -----------------------------------------------------------------------------------
 
 

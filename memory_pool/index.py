@@ -21,10 +21,11 @@ page can not have a locked one below it.
 from __future__ import annotations
 
 import heapq
+from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from .keys import Chain, HashFunction, PageKey, xxh3_128
+from .keys import Chain, HashFunction, PageKey, VisibleSpan, xxh3_128
 
 
 class Page:
@@ -82,9 +83,8 @@ class Published:
     """Outcome of :meth:`ContentIndex.publish`, page by page from the start of the chain."""
 
     pages: tuple[Page, ...]  # now in the index, the caller's own or those that were there before
-    duplicates: tuple[
-        tuple[int, int], ...
-    ]  # (chain page, physical page): caller repoints and frees
+    # (chain page, physical page) of the caller's copies: to be repointed, then freed
+    duplicates: tuple[tuple[int, int], ...]
 
 
 @dataclass(slots=True)
@@ -118,6 +118,17 @@ class ContentIndex:
     _held: int = 0  # held and not locked
 
     # --- look-up ---------------------------------------------------------------------------------
+
+    def chain(
+        self,
+        root_key: PageKey,
+        tokens: array[int] | Sequence[int],
+        visible: Iterable[VisibleSpan] = (),
+    ) -> Chain:
+        """Page names of a token stream, as this index hashes them."""
+        return Chain(
+            root_key, tokens, self.page_size, visible=visible, hash_function=self.hash_function
+        )
 
     def match(self, chain: Chain, limit: int | None = None) -> tuple[Page, ...]:
         """Longest run of pages from the start of ``chain`` that the index holds.

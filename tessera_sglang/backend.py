@@ -6,8 +6,6 @@ Reads the keys and values where SGLang's own pools keep them: the compressed row
 
 from __future__ import annotations
 
-import logging
-from collections import Counter
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,10 +26,9 @@ from .compat import (
     ScheduleBatch,
     absorbed_mla,
 )
+from .config import BACKEND
 from .reader import Reader, ReaderId, layout_of, reader_of
 from .survey import Survey
-
-logger = logging.getLogger(__name__)
 
 
 class UnservableError(RuntimeError):
@@ -59,7 +56,6 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
         self._rope_start = survey.rope_start
         self._rotation = survey.rotation.to(runner.device) if survey.rotation else None
         self.kernel = TorchKernel()
-        self.dispatched: Counter[tuple[str, str]] = Counter()
         self._batch: _Batch | None = None
 
     # --- once per forward pass -------------------------------------------------------------------
@@ -83,7 +79,6 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
             slots=tuple(rows[p.request, p.key_start : p.key_end] for p in plan.parts),
             turns=tuple(self._turn(p.rotation) for p in plan.parts),
         )
-        self.dispatched["torch", "extend" if extend else "decode"] += len(plan.parts)
 
     def _turn(self, rotation: int) -> tuple[Tensor, Tensor] | None:
         if not rotation:
@@ -178,7 +173,7 @@ def _check_pool(pool: Any) -> None:
 
 def register_forward_method() -> None:
     """MLA layers take the absorbed path under our backend, in prefill and in decode."""
-    AttentionBackendRegistry.register("tessera", absorbed_mla)
+    AttentionBackendRegistry.register(BACKEND, absorbed_mla)
 
 
 def mark_readers(

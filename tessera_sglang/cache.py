@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import time
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,7 @@ from typing import Any
 import torch
 
 from tessera_sglang.memory_pool.index import ContentIndex, Page, Path
-from tessera_sglang.memory_pool.keys import Chain, Namespace, PageKey
+from tessera_sglang.memory_pool.keys import Namespace, PageKey
 
 from .compat import (
     BasePrefixCache,
@@ -75,19 +74,6 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
             key = self._roots[namespace] = namespace.root_key()
         return key
 
-    def chain(self, root_key: PageKey, tokens: array[int], visible: Sequence[Any] = ()) -> Chain:
-        """Page names of a token stream."""
-        return Chain(
-            root_key,
-            tokens,
-            self.page_size,
-            visible=visible,
-            hash_function=self.index.hash_function,
-        )
-
-    def _request_root(self, req: Req) -> PageKey:
-        return self.root_key(req.extra_key, req.cache_salt, req.lora_id)
-
     # --- look-up ---------------------------------------------------------------------------------
 
     def match_prefix(self, params: Any) -> MatchResult:
@@ -100,7 +86,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         else:
             lora_id = req.lora_id if req is not None else None
             root = self.root_key(key.extra_key, key.cache_salt, lora_id)
-            pages = self.index.match(self.chain(root, key.token_ids), limit)
+            pages = self.index.match(self.index.chain(root, key.token_ids), limit)
             path = self.index.path(pages)
         return MatchResult(
             device_prefix_len=len(path) * self.page_size,
@@ -112,7 +98,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
     def touch_prefix(self, key: Any) -> None:
         """Mark a waiting request's prefix as used."""
         root = self.root_key(key.extra_key, key.cache_salt, None)
-        self.index.match(self.chain(root, key.token_ids), len(key) // self.page_size)
+        self.index.match(self.index.chain(root, key.token_ids), len(key) // self.page_size)
 
     def path_device_indices(self, node: Path) -> torch.Tensor:
         """KV slots of a path, int64 [pages * page_size]."""
@@ -137,17 +123,15 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         page_ids = (row[shared : shared + len(tokens) // size * size : size] // size).tolist()
         visible = reader.visible_spans if reader is not None else ()
-        published = self.index.publish(
-            self.chain(self._request_root(req), tokens, visible), page_ids
-        )
+        root = self.root_key(req.extra_key, req.cache_salt, req.lora_id)
+        published = self.index.publish(self.index.chain(root, tokens, visible), page_ids)
         protected = req.kv.cache_protected_len
         if published.duplicates:
             self._repoint(row, shared, protected, published.pages)
             own = [page_id for _, page_id in published.duplicates]
             assert shared + published.duplicates[0][0] * size >= protected
             self.token_to_kv_pool_allocator.free(self._slots(own))
-        locked = self._reader_path(req, published.pages)
-        self._relock(req, locked)
+        self._relock(req, self._row_path(req, shared // size, published.pages))
         req.kv.cache_protected_len = max(protected, shared + len(published.pages) * size)
 
     def _repoint(
@@ -158,12 +142,11 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         start = shared + first * self.page_size
         row[start : start + len(slots)] = slots.to(row.dtype)
 
-    def _reader_path(self, req: Req, pages: Sequence[Page]) -> Path:
+    def _row_path(self, req: Req, shared_pages: int, pages: Sequence[Page]) -> Path:
         """The whole row of a request as one path: its shared pages, then ``pages``."""
-        if reader_of(req) is None or req.last_node is None:
+        if not shared_pages:
             return self.index.path(pages)
         before: Path = req.last_node
-        shared_pages = reader_of(req).layout.shared_tokens // self.page_size
         return self.index.path((*before.pages[:shared_pages], *pages), before.kept)
 
     def _relock(self, req: Req, path: Path) -> None:

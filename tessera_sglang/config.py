@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 import msgspec
 
+BACKEND = "tessera"  # --attention-backend
 VARIABLE = "TESSERA_CONFIG"
 MAX_SPANS = 256  # spans of one request; each is a part of attention in every decode step
 AUTO_ROOT_TEXT = "The following text is given for reference. "

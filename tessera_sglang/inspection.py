@@ -12,7 +12,7 @@ import os
 from array import array
 from typing import Any
 
-from tessera_sglang.memory_pool.keys import page_digest
+from tessera_sglang.memory_pool.keys import TOKEN_BYTES, page_digest
 
 from .cache import TesseraCache
 from .compat import ComponentType
@@ -23,15 +23,16 @@ VARIABLE = "TESSERA_INSPECT_PAGES"
 def add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook after ``Scheduler.get_internal_state``."""
     cache = scheduler.tree_cache
+    content = isinstance(cache, TesseraCache)
     size = cache.page_size
     state: dict[str, Any] = {
-        "index": "content" if isinstance(cache, TesseraCache) else "radix",
+        "index": "content" if content else "radix",
         "page_tokens": size,
         "pool_tokens": scheduler.max_total_num_tokens,
         "held_tokens": scheduler.max_total_num_tokens
         - scheduler.token_to_kv_pool_allocator.available_size(),
     }
-    if isinstance(cache, TesseraCache):
+    if content:
         index = cache.index
         state |= {
             "pages": {
@@ -44,7 +45,6 @@ def add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             "traffic": dataclasses.asdict(cache.traffic),
         }
     if os.environ.get(VARIABLE) == "1":
-        content = isinstance(cache, TesseraCache)
         state["cached_pages"] = _content_pages(cache) if content else _tree_pages(cache, size)
     result.internal_state["tessera"] = state
     return result
@@ -72,7 +72,7 @@ def _tree_pages(cache: Any, size: int) -> list[tuple[str, int]] | None:
             continue
         tokens = array("q", node.key.raw_token_ids()).tobytes()
         pages = (slots[::size] // size).tolist()
-        width = size * 8
+        width = size * TOKEN_BYTES
         found += [
             (page_digest(tokens[number * width : (number + 1) * width]), page)
             for number, page in enumerate(pages)

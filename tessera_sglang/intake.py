@@ -130,12 +130,11 @@ class SpanIntake:
         return reader
 
     def _body(self, root_key: PageKey, tokens: array[int]) -> Body:
-        identity = root_key, tokens.tobytes()
-        body = self._bodies.get(identity)
+        digest = hashlib.blake2b(tokens, digest_size=32).digest()
+        body = self._bodies.get((root_key, digest))
         if body is None:
-            digest = hashlib.blake2b(identity[1], digest_size=32).digest()
-            body = Body(tokens, self.cache.chain(root_key, tokens), digest)
-            self._bodies[identity] = body
+            body = Body(tokens, self.cache.index.chain(root_key, tokens), digest)
+            self._bodies[root_key, digest] = body
         return body
 
     def _check_room(self, req: Any, reader: Reader) -> None:
@@ -244,9 +243,7 @@ class SpanIntake:
             reader.path = reader.assemble(index, found)
             reader.path_epoch = index.hold_epoch
             index.hold(reader.path)
-            for held in reader.body_holds.values():
-                index.release(held)
-            reader.body_holds.clear()
+            self._release_bodies(reader)
         return missing
 
     def _find(self, body: Body) -> tuple[Page, ...]:
@@ -332,13 +329,16 @@ class SpanIntake:
         entry = self._holding.pop(id(req), None)
         if entry is None:
             return
-        reader, index = entry[1], self.cache.index
-        for held in reader.body_holds.values():
-            index.release(held)
-        reader.body_holds.clear()
+        reader = entry[1]
+        self._release_bodies(reader)
         if reader.path is not None:
-            index.release(reader.path)
+            self.cache.index.release(reader.path)
             reader.path = None
+
+    def _release_bodies(self, reader: Reader) -> None:
+        for held in reader.body_holds.values():
+            self.cache.index.release(held)
+        reader.body_holds.clear()
 
     def make_room_for(self, head: Any) -> bool:
         """The head of the queue does not fit and nothing runs: drop all holds but its own.

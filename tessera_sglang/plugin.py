@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-BACKEND = "tessera"
+from .config import BACKEND
 
 logger = logging.getLogger(__name__)
 

@@ -43,7 +43,6 @@ class Reader:
     path: Path | None = None  # all shared pages in row order, held; None while any is missing
     path_epoch: tuple[int, int] = (-1, -1)  # of the index, when the path was last seen intact
     computed_tokens: int = 0  # shared tokens that this reader's own span prefills computed
-    accounted: bool = False
     _chain: tuple[int, Chain] | None = None
 
     @property
@@ -77,16 +76,8 @@ class Reader:
         length = len(req.origin_input_ids) + len(req.output_ids)
         if self._chain is None or self._chain[0] != length:
             tokens = (req.origin_input_ids + req.output_ids)[self.layout.shared_tokens :]
-            self._chain = (
-                length,
-                Chain(
-                    self.bodies[0].chain.root_key,
-                    tokens,
-                    index.page_size,
-                    visible=self.visible_spans,
-                    hash_function=index.hash_function,
-                ),
-            )
+            root_key = self.bodies[0].chain.root_key
+            self._chain = length, index.chain(root_key, tokens, self.visible_spans)
         return self._chain[1]
 
     def assemble(self, index: ContentIndex, found: Sequence[Sequence[Page]]) -> Path:

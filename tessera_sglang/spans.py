@@ -14,6 +14,24 @@ from .config import MAX_SPANS
 
 FIELD = "custom_params.tessera.spans"
 
+# Fields that spans can not meet: the prompt is more than token ids, or its tokens are answered for,
+# or read by somebody else, in their order.
+_WISHES = (
+    "session_id",
+    "input_embeds",
+    "positional_embed_overrides",
+    "image_data",
+    "video_data",
+    "audio_data",
+    "return_hidden_states",
+    "return_routed_experts",
+    "return_indexer_topk",
+    "token_type_ids",
+    "multi_item_delimiter_indices",
+    "token_indices_to_pool",
+    "custom_logit_processor",
+)
+
 
 class SpanError(ValueError):
     """The declaration is malformed or can not be served; the message says what, where and why."""
@@ -82,23 +100,10 @@ def check_request(req: Any, prompt_tokens: int, refusal: str | None) -> None:
         raise SpanError(f"this server serves no spans: {refusal}")
     wishes = {
         "session_params": getattr(req, "session", None) or getattr(req, "session_params", None),
-        "session_id": getattr(req, "session_id", None),
-        "input_embeds": getattr(req, "input_embeds", None),
-        "positional_embed_overrides": getattr(req, "positional_embed_overrides", None),
-        "image_data": getattr(req, "image_data", None),
-        "video_data": getattr(req, "video_data", None),
-        "audio_data": getattr(req, "audio_data", None),
         "multimodal inputs": getattr(req, "multimodal_inputs", None),
-        "return_hidden_states": getattr(req, "return_hidden_states", None),
-        "return_routed_experts": getattr(req, "return_routed_experts", None),
-        "return_indexer_topk": getattr(req, "return_indexer_topk", None),
-        "token_type_ids": getattr(req, "token_type_ids", None),
-        "multi_item_delimiter_indices": getattr(req, "multi_item_delimiter_indices", None),
-        "token_indices_to_pool": getattr(req, "token_indices_to_pool", None),
-        # both read the prompt's tokens, which stand in row order
-        "custom_logit_processor": getattr(req, "custom_logit_processor", None),
         "watermark": _param(req, "watermark"),
         "beam_width": (_param(req, "beam_width") or 1) > 1,
+        **{name: getattr(req, name, None) for name in _WISHES},
     }
     for name, value in wishes.items():
         if value:

@@ -12,11 +12,10 @@ from collections.abc import Callable
 from typing import Any
 
 from . import compat
-from .config import Config, load
+from .config import BACKEND, Config, load
 
 logger = logging.getLogger(__name__)
 
-BACKEND = "tessera"
 PAGE_TOKENS = 64  # what FlashMLA reads; one geometry for every device
 
 

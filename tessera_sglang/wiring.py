@@ -6,7 +6,7 @@ import dataclasses
 import logging
 from typing import Any
 
-from . import scheduling, spans, startup
+from . import scheduling, spans
 from .accounting import account
 from .backend import TesseraBackend, mark_readers, register_forward_method
 from .cache import TesseraCache
@@ -18,7 +18,7 @@ from .compat import (
     default_backend,
     verify,
 )
-from .config import load
+from .config import BACKEND, load
 from .inspection import add_state
 from .intake import SpanIntake, SpanSettings, is_span_prefill
 from .root import root_tokens
@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 def _active() -> bool:
-    return startup.BACKEND in attention_backends()
+    return BACKEND in attention_backends()
 
 
 # --- model and backend ---------------------------------------------------------------------------
@@ -103,14 +103,13 @@ def make_cache(original: Any, ctx: Any) -> Any:
 
 def make_intake(result: Any, scheduler: Any) -> Any:
     """After ``Scheduler.init_schedule_policy``: the cache and the tokenizer are there."""
-    if not _active() or load().index == "radix":
+    if not _active() or (config := load()).index == "radix":
         return result
     verdict = survey_of(scheduler.tp_worker.model_runner)
     cache = scheduler.tree_cache
     if not isinstance(cache, TesseraCache):
         scheduler.tessera_refusal = verdict.refusal or "the model's pool is hybrid"
         return result
-    config = load()
     if scheduler.tp_worker.model_runner.ngram_embedding_manager.enabled:
         verdict = dataclasses.replace(
             verdict, refusal="the model embeds n-grams, which a row in another order would change"
@@ -173,6 +172,8 @@ def accept(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
 
 def queue_limit(original: Any, scheduler: Any, req: Any) -> Any:
     """Around ``Scheduler._abort_on_queued_limit``: nobody asked for a span prefill, so none counts."""
+    if scheduler.max_queued_requests is None:  # no limit: nothing to look through the queue for
+        return original(scheduler, req)
     queue = scheduler.waiting_queue
     asked = [waiting for waiting in queue if not is_span_prefill(waiting)]
     if len(asked) == len(queue):

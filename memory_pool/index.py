@@ -4,204 +4,337 @@ One structure serves plain prefixes and spans. A page hangs below its parent pag
 the key of its namespace. Three rules make a hit safe:
 
 * *Hash to discover, bytes to verify.* A key only nominates a page. It is used when its parent is
-  the very page the chain came through and its namespace, token bytes and mark are equal; otherwise
+  the very page the chain came through and its namespace, mark and token bytes are equal; otherwise
   the look-up is a miss and ``collisions`` goes up.
-* *Sealed pages do not change.* The index holds full pages only, and hands them out for reading.
+* *Sealed pages do not change.* The index holds full pages only, and hands them out for reading. Who
+  needs a part of one copies it (:class:`Fork`).
 * *Leaves go first.* A page is evicted only when nothing hangs below it and nobody holds it, in the
-  order of a logical clock, so that every tensor-parallel rank picks the same victims.
+  order of a policy on a logical clock, so that every tensor-parallel rank picks the same victims.
 
 Two kinds of reference keep a page: a *lock* belongs to a running request and is never broken; a
 *hold* belongs to a request that waits for its turn and yields when running requests would otherwise
-starve (:meth:`ContentIndex.evict` with ``break_holds``).
+starve (:meth:`ContentIndex.evict` with ``break_holds``). Either is taken at the end of a path and
+keeps everything before it.
 
-Locks and holds are taken on whole paths, from the first page to the last, which is why an unlocked
-page can not have a locked one below it.
+Costs: a key is computed and looked up once a *run* (:mod:`memory_pool.runs`), its pages are compared
+at once. A radix tree's edges do the same; rejected were one look-up per page (an order of magnitude
+slower on long prompts) and one hash of a whole prefix per look-up (nothing to verify, nothing shared).
 """
 
 from __future__ import annotations
 
 import heapq
 from array import array
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
-from .keys import Chain, HashFunction, PageKey, VisibleSpan, xxh3_128
+import numpy as np
+import numpy.typing as npt
 
+from .eviction import PROTECTED_HITS, EvictionQueue, evictable, held_leaf, policy
+from .invariants import check
+from .keys import (
+    NO_MARK,
+    Chain,
+    HashFunction,
+    Mark,
+    PageKey,
+    Tokens,
+    VisibleSpan,
+    page_key,
+    sibling_order,
+    xxh3_128,
+)
+from .runs import Counters, Fork, Match, PageIds, Path, Published, Run, Segment, compact
 
-class Page:
-    """A sealed page. Everything but the counters is fixed when it is published."""
-
-    __slots__ = (
-        "alive",  # index: cleared on eviction and reset
-        "children",  # index: pages whose parent is this one
-        "holds",  # index: waiting requests
-        "key",
-        "locks",  # index: running requests
-        "mark",
-        "page_id",  # physical page of the paged tier
-        "parent",
-        "queued",  # index: has an entry in the eviction queue
-        "root_key",  # namespace of the chain
-        "tick",  # index: last use on the logical clock
-        "tokens",
-    )
-
-    def __init__(self, chain: Chain, number: int, parent: Page | None, page_id: int) -> None:
-        self.key = chain.key(number)
-        self.root_key = chain.root_key
-        self.parent = parent
-        self.tokens = chain.tokens(number)
-        self.mark = chain.mark(number)
-        self.page_id = page_id
-        self.locks = 0
-        self.holds = 0
-        self.children = 0
-        self.tick = 0
-        self.queued = False
-        self.alive = True
+# Of pages that two requests computed alike: (sealed ids, own ids) -> which hold the same latents
+CompareLatents = Callable[[PageIds, npt.NDArray[np.int64]], npt.NDArray[np.bool_]]
 
 
-@dataclass(frozen=True, slots=True)
-class Path:
-    """Pages that a request reads, in row order, of one generation of the index."""
-
-    pages: tuple[Page, ...]
-    generation: int
-    kept: tuple[Page, ...] = ()  # read by nobody, but parents of pages that are
-
-    @property
-    def all_pages(self) -> tuple[Page, ...]:
-        """Every page that a lock on this path must keep."""
-        return self.kept + self.pages
-
-    def __len__(self) -> int:
-        return len(self.pages)
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Outcome of :meth:`ContentIndex.publish`, page by page from the start of the chain."""
-
-    pages: tuple[Page, ...]  # now in the index, the caller's own or those that were there before
-    # (chain page, physical page) of the caller's copies: to be repointed, then freed
-    duplicates: tuple[tuple[int, int], ...]
-
-
-@dataclass(slots=True)
-class Counters:
-    """Only grow; read by the metrics."""
-
-    published_pages: int = 0
-    duplicate_pages: int = 0
-    evicted_pages: int = 0
-    broken_holds: int = 0
-    collisions: int = 0
-
-
-@dataclass(slots=True)
 class ContentIndex:
-    """Sealed pages by content. Not thread safe: one scheduler owns it.
+    """Sealed pages by content. Not thread safe: one scheduler owns it."""
 
-    ``page_size`` is in tokens. ``hash_function`` exists for tests that want collisions.
-    """
+    def __init__(
+        self,
+        page_size: int,
+        *,
+        hash_function: HashFunction = xxh3_128,
+        eviction_policy: str = "lru",
+        protected_hits: int = PROTECTED_HITS,
+        smallest_fork: int | None = None,
+        compare_latents: CompareLatents | None = None,
+    ) -> None:
+        """An empty index.
 
-    page_size: int
-    hash_function: HashFunction = xxh3_128
-    counters: Counters = field(default_factory=Counters)
-    generation: int = 0
-    eviction_digest: bytes = b""  # of all victims in their order: equal on every rank
-    _pages: dict[PageKey, Page] = field(default_factory=dict)
-    _queue: list[tuple[int, int, Page]] = field(default_factory=list)
-    _serial: int = 0
-    _clock: int = 0
-    _locked: int = 0
-    _held: int = 0  # held and not locked
+        Args:
+            page_size: tokens a page.
+            hash_function: of page keys; another one is for tests that want collisions.
+            eviction_policy: ``lru``, ``lfu`` or ``slru``.
+            protected_hits: ``slru`` protects what was used so often.
+            smallest_fork: look-ups offer rows of a partly equal page from this many tokens on; None
+                for never.
+            compare_latents: called for pages that are there already when a request publishes them; a
+                page whose latents differ stays private, and so does the chain behind it.
 
-    # --- look-up ---------------------------------------------------------------------------------
+        Raises:
+            ValueError: the policy is unknown, or ``smallest_fork`` is not positive.
+        """
+        if smallest_fork is not None and smallest_fork < 1:
+            raise ValueError(f"smallest_fork must be at least one token, got {smallest_fork}")
+        self.page_size = page_size
+        self.counters = Counters()
+        self.generation = 0
+        self.eviction_digest = b""  # of all victims in their order: equal on every rank
+        self._hash = hash_function
+        self._smallest_fork = smallest_fork or page_size
+        self._compare_latents = compare_latents
+        self._roots: dict[PageKey, Run] = {}
+        self._runs: dict[PageKey, Run] = {}
+        self._queue = EvictionQueue(policy(eviction_policy, protected_hits))
+        self._clock = 0
+        self._pages = self._locked = self._held = 0  # held: and not locked
 
     def chain(
         self,
         root_key: PageKey,
-        tokens: array[int] | Sequence[int],
+        tokens: array[int] | Tokens | Sequence[int],
         visible: Iterable[VisibleSpan] = (),
     ) -> Chain:
-        """Page names of a token stream, as this index hashes them."""
-        return Chain(
-            root_key, tokens, self.page_size, visible=visible, hash_function=self.hash_function
-        )
+        """A token stream as this index reads it."""
+        return Chain(root_key, tokens, self.page_size, visible=visible)
 
-    def match(self, chain: Chain, limit: int | None = None) -> tuple[Page, ...]:
-        """Longest run of pages from the start of ``chain`` that the index holds.
+    # --- look-up ---------------------------------------------------------------------------------
 
-        ``limit`` caps the number of pages. Marks what it returns as just used.
-        O(pages returned + 1), one hash and one compare each.
+    def match(self, chain: Chain, limit: int | None = None) -> Match:
+        """Longest run of pages from the start of ``chain`` that the index holds, marked as just used.
+
+        ``limit`` caps the tokens looked at. O(tokens compared) in bulk, and a hash per run.
         """
-        stop = chain.page_count if limit is None else min(limit, chain.page_count)
-        found: list[Page] = []
-        parent: Page | None = None
-        for number in range(stop):
-            page = self._pages.get(chain.key(number))
-            if page is None:
-                break
-            if not _same(page, parent, chain, number):
-                self.counters.collisions += 1
-                break
-            found.append(page)
-            parent = page
-        self._touch(found)
-        return tuple(found)
+        root = self._roots.get(chain.root_key)
+        if root is None:
+            return Match(None, 0)
+        tokens = len(chain.tokens) if limit is None else max(0, min(limit, len(chain.tokens)))
+        run, fork = self._walk(root, chain, tokens)
+        self._touch(run)
+        return Match(run, run.end, fork)
+
+    def _walk(self, root: Run, chain: Chain, tokens: int) -> tuple[Run, Fork | None]:
+        """The last run on the way down ``chain``, cut so that it ends where the chain leaves it."""
+        run = root
+        while True:
+            left = tokens - run.end * self.page_size
+            child, pages = self._child(run, chain, left)
+            if child is None:
+                return run, self._nearest_child(run, chain, left)
+            if pages < child.page_count:
+                child = self._cut(child, pages)
+                if child is None:
+                    return run, None
+            run = child
+
+    def _child(self, parent: Run, chain: Chain, left: int) -> tuple[Run | None, int]:
+        """The run below ``parent`` that starts with the chain's next page, and the pages it shares."""
+        if left < self.page_size:
+            return None, 0
+        page = parent.end
+        mark = chain.mark(page)
+        key = page_key(self._hash, parent.identity, chain.page_bytes(page), mark)
+        run = self._runs.get(key)
+        if run is None:
+            return None, 0
+        alike = run.parent is parent and run.mark == mark
+        pages = run.common_tokens(chain, left) // self.page_size if alike else 0
+        if not pages:
+            self.counters.collisions += 1
+            return None, 0
+        return run, pages
+
+    def _nearest_child(self, parent: Run, chain: Chain, left: int) -> Fork | None:
+        """The page below ``parent`` that shares the most leading tokens with the chain's next one.
+
+        Children are ordered by their first page, so it is a neighbour of the place where the chain's
+        page would stand. O(log children).
+        """
+        size = self.page_size
+        if not self._smallest_fork <= min(left, size - 1):
+            return None
+        page = parent.end
+        mark = chain.mark(page)
+        wanted = chain.tokens[page * size : page * size + min(size, left)]
+        head = sibling_order(wanted, mark)
+        place = bisect_left(parent.children, head, key=lambda run: run.head(size))
+        best: Fork | None = None
+        for child in parent.children[max(place - 1, 0) : place + 1]:
+            equal = child.tokens[: len(wanted)] == wanted
+            first = int(equal.argmin())
+            rows = len(wanted) if equal[first] else first
+            rows = min(rows, _visible_alike(child.mark, mark))
+            if rows > (best.rows if best is not None else self._smallest_fork - 1):
+                best = Fork(child, page, rows)
+        return best if best is not None and best.rows < size else None
 
     # --- publication -----------------------------------------------------------------------------
 
-    def publish(self, chain: Chain, page_ids: Sequence[int]) -> Published:
+    def publish(
+        self, chain: Chain, page_ids: npt.NDArray[np.int64] | Sequence[int], counted: int = 0
+    ) -> Published:
         """Seal the first ``len(page_ids)`` pages of ``chain``, stored in those physical pages.
 
-        A page that is already there under another physical page is reported in ``duplicates``: the
-        caller points its row at the sealed one and then frees its own. On a collision the rest of
-        the chain stays the caller's private property: the result is then shorter than asked for.
+        A page that is already there under another physical page is reported as a duplicate: the
+        caller points its row at the sealed one and then frees its own. On a collision, or where
+        latents differ, the rest of the chain stays the caller's private property: the result is then
+        shorter than asked for. ``counted`` pages were published by this request before, and are not
+        counted as used again.
         """
-        pages: list[Page] = []
-        duplicates: list[tuple[int, int]] = []
-        parent: Page | None = None
-        for number in range(min(len(page_ids), chain.page_count)):
-            key = chain.key(number)
-            page = self._pages.get(key)
-            if page is None:
-                page = Page(chain, number, parent, page_ids[number])
-                self._pages[key] = page
-                if parent is not None:
-                    parent.children += 1
-                self.counters.published_pages += 1
-            elif not _same(page, parent, chain, number):
-                self.counters.collisions += 1
+        own = np.asarray(page_ids, dtype=np.int64)[: chain.page_count]
+        root = self._roots.get(chain.root_key) or self._begin_namespace(chain.root_key)
+        run, _ = self._walk(root, chain, len(own) * self.page_size)
+        pages = run.end
+        sealed = Segment(run, 0, pages).page_ids()
+        duplicates = np.flatnonzero(sealed != own[:pages])
+        if len(duplicates) and self._compare_latents is not None:
+            alike = self._compare_latents(sealed[duplicates], own[duplicates])
+            if not alike.all():
+                first = int(duplicates[int(alike.argmin())])
+                return self._leave_private(chain, own, first, counted)
+        self.counters.duplicate_pages += len(duplicates)
+        if pages < len(own):
+            run = self._append(run, chain, own)
+        self._use(run, counted)
+        if not run.end:
+            self._end_namespace(run)
+            return Published(None, 0, duplicates, own[duplicates])
+        return Published(run, run.end, duplicates, own[duplicates])
+
+    def _leave_private(
+        self, chain: Chain, own: npt.NDArray[np.int64], pages: int, counted: int
+    ) -> Published:
+        """Publish the pages before one whose latents differ from those that are sealed."""
+        self.counters.latent_divergence += 1
+        return self.publish(chain, own[:pages], counted)
+
+    def _append(self, parent: Run, chain: Chain, own: npt.NDArray[np.int64]) -> Run:
+        """New runs for what of ``own`` is not there yet, one from each marked page on."""
+        size = self.page_size
+        run = parent
+        while run.end < len(own):
+            start, mark = run.end, chain.mark(run.end)
+            end = min(chain.next_mark(start), len(own))
+            key = page_key(self._hash, run.identity, chain.page_bytes(start), mark)
+            if key in self._runs:  # of another page; at the first one the walk has counted it
+                self.counters.collisions += run is not parent
                 break
-            elif page.page_id != page_ids[number]:
-                duplicates.append((number, page_ids[number]))
-                self.counters.duplicate_pages += 1
-            pages.append(page)
-            parent = page
-        self._touch(pages)
-        if pages:
-            self._offer(pages[-1])
-        return Published(tuple(pages), tuple(duplicates))
+            new = Run(
+                chain.root_key,
+                key=key,
+                parent=run,
+                start=start,
+                tokens=chain.tokens[start * size : end * size].copy(),
+                page_ids=own[start:end].astype(np.int32),
+                mark=mark,
+            )
+            self._runs[key] = new
+            run.children.insert(self._place(run, new), new)
+            self._pages += new.page_count
+            self.counters.published_pages += new.page_count
+            run = new
+        return run
+
+    def _use(self, run: Run, counted: int) -> None:
+        self._touch(run)
+        self._queue.offer(run)
+        walked: Run | None = run
+        while walked is not None and walked.end > counted:
+            walked.hits += 1
+            walked = walked.parent
+
+    # --- shape -----------------------------------------------------------------------------------
+
+    def _cut(self, run: Run, pages: int) -> Run | None:
+        """Split a run behind its first ``pages`` pages; returns the upper part, a new run.
+
+        The lower part keeps its identity, for those who refer to it by its end. None, and nothing
+        happens, when its new key is taken by another page.
+        """
+        size = self.page_size
+        parent = run.parent
+        assert parent is not None and 0 < pages < run.page_count
+        upper = Run(
+            run.root_key,
+            key=run.key,
+            parent=parent,
+            start=run.start,
+            tokens=compact(run.tokens[: pages * size]),
+            page_ids=run.page_ids[:pages].copy(),
+            mark=run.mark,
+        )
+        below = run.tokens[pages * size :]
+        key = page_key(self._hash, upper.identity, below[:size].tobytes())
+        if key in self._runs:
+            self.counters.collisions += 1
+            return None
+        upper.tick, upper.hits = run.tick, run.hits
+        upper.locks, upper.holds = int(run.locks > 0), int(run.holds > 0)
+        upper.children.append(run)
+        parent.children[self._place(parent, run)] = upper
+        self._runs[run.key] = upper
+        run.key, run.parent, run.start, run.mark = key, upper, upper.end, NO_MARK
+        run.tokens, run.page_ids = compact(below), run.page_ids[pages:].copy()
+        self._runs[key] = run
+        return upper
+
+    def _place(self, parent: Run, child: Run) -> int:
+        """Where a child stands, or belongs, among those of its parent. O(log children)."""
+        size = self.page_size
+        return bisect_left(
+            parent.children,
+            (child.head(size), child.key),
+            key=lambda run: (run.head(size), run.key),
+        )
+
+    def _begin_namespace(self, root_key: PageKey) -> Run:
+        run = self._roots[root_key] = Run(
+            root_key,
+            key=PageKey(b""),
+            parent=None,
+            start=0,
+            tokens=np.empty(0, np.int64),
+            page_ids=np.empty(0, np.int32),
+            mark=NO_MARK,
+        )
+        return run
+
+    def _end_namespace(self, run: Run) -> None:
+        """Forget the beginning of a namespace that has no pages."""
+        if not run.children and self._roots.get(run.root_key) is run:
+            del self._roots[run.root_key]
+            run.alive = False
 
     # --- references ------------------------------------------------------------------------------
 
-    def path(self, pages: Iterable[Page] = (), kept: Iterable[Page] = ()) -> Path:
+    def path(
+        self, segments: Iterable[Segment] = (), *, counted: int = 0, fork: Fork | None = None
+    ) -> Path:
         """A path of this generation."""
-        return Path(tuple(pages), self.generation, tuple(kept))
+        return Path(tuple(segments), self.generation, counted, fork)
 
     def lock(self, path: Path) -> int:
         """A running request reads the path. Returns the number of pages newly locked."""
         if path.generation != self.generation:
             return 0
         before = self._locked
-        for page in path.all_pages:
-            assert page.alive, "locked a page that was evicted"
-            if page.locks == 0:
-                self._locked += 1
-                self._held -= page.holds > 0
-            page.locks += 1
+        for segment in path.segments:
+            assert segment.intact, "locked a page that was evicted"
+            run: Run | None = segment.run
+            while run is not None:
+                run.locks += 1
+                if run.locks > 1:
+                    break
+                self._locked += run.page_count
+                if run.holds:
+                    self._held -= run.page_count
+                run = run.parent
         return self._locked - before
 
     def unlock(self, path: Path) -> int:
@@ -209,36 +342,54 @@ class ContentIndex:
         if path.generation != self.generation:
             return 0
         before = self._locked
-        for page in reversed(path.all_pages):
-            assert page.locks > 0, "unlocked a page that is not locked"
-            page.locks -= 1
-            if page.locks == 0:
-                self._locked -= 1
-                self._held += page.holds > 0
-                self._offer(page)
+        for segment in reversed(path.segments):
+            run: Run | None = segment.run
+            while run is not None:
+                assert run.locks > 0, "unlocked a page that is not locked"
+                run.locks -= 1
+                if run.locks:
+                    break
+                self._locked -= run.page_count
+                if run.holds:
+                    self._held += run.page_count
+                self._queue.offer(run)
+                run = run.parent
         return before - self._locked
 
     def hold(self, path: Path) -> None:
         """A waiting request wants to find the path when its turn comes."""
         if path.generation != self.generation:
             return
-        for page in path.all_pages:
-            assert page.alive, "held a page that was evicted"
-            self._held += page.holds == 0 and page.locks == 0
-            page.holds += 1
+        for segment in path.segments:
+            assert segment.intact, "held a page that was evicted"
+            run: Run | None = segment.run
+            while run is not None:
+                run.holds += 1
+                if run.holds > 1:
+                    break
+                if not run.locks:
+                    self._held += run.page_count
+                run = run.parent
 
     def release(self, path: Path) -> None:
-        """Undo one :meth:`hold`; pages that were evicted meanwhile are skipped."""
+        """Undo one :meth:`hold`; what was evicted meanwhile is skipped."""
         if path.generation != self.generation:
             return
-        for page in reversed(path.all_pages):
-            if not page.alive:
-                continue
-            assert page.holds > 0, "released a page that is not held"
-            page.holds -= 1
-            if page.holds == 0 and page.locks == 0:
-                self._held -= 1
-                self._offer(page)
+        for segment in reversed(path.segments):
+            if segment.intact:
+                self._release(segment.run)
+
+    def _release(self, last: Run) -> None:
+        run: Run | None = last
+        while run is not None:
+            assert run.holds > 0, "released a page that is not held"
+            run.holds -= 1
+            if run.holds:
+                break
+            if not run.locks:
+                self._held -= run.page_count
+                self._queue.offer(run)
+            run = run.parent
 
     @property
     def hold_epoch(self) -> tuple[int, int]:
@@ -246,81 +397,96 @@ class ContentIndex:
         return self.generation, self.counters.broken_holds
 
     def intact(self, path: Path) -> bool:
-        """Whether every page of the path is still in the index. O(pages)."""
-        return path.generation == self.generation and all(p.alive for p in path.all_pages)
+        """Whether every page of the path is still in the index."""
+        return path.generation == self.generation and all(s.intact for s in path.segments)
 
     # --- eviction --------------------------------------------------------------------------------
 
-    def evict(self, page_count: int, *, break_holds: bool = False) -> list[int]:
-        """Drop up to ``page_count`` pages, least recently used leaves first.
+    def evict(self, page_count: int, *, break_holds: bool = False) -> npt.NDArray[np.int64]:
+        """Drop up to ``page_count`` pages from the ends of chains, in the order of the policy.
 
         ``break_holds`` lets it go on with held pages once nothing else is left. Returns the physical
-        pages, which are the caller's to free, each exactly once.
+        pages in the order they went, which are the caller's to free, each exactly once.
         """
-        freed: list[int] = []
-        while len(freed) < page_count:
-            page = self._pop_leaf()
-            if page is None:
+        victims: list[PageIds] = []
+        left = page_count
+        while left > 0:
+            run = self._queue.pop()
+            if run is None:
                 break
-            freed.append(self._drop(page))
-        if break_holds and len(freed) < page_count:
-            freed += self._evict_held(page_count - len(freed))
-        return freed
+            victims.append(self._trim(run, left))
+            left -= len(victims[-1])
+        if break_holds and left > 0:
+            victims += self._evict_held(left)
+        if not victims:
+            return np.empty(0, np.int64)
+        gone = np.concatenate(victims).astype(np.int64)
+        self.eviction_digest = xxh3_128(self.eviction_digest + gone.tobytes())
+        return gone
 
-    def _pop_leaf(self) -> Page | None:
-        while self._queue:
-            tick, _, page = heapq.heappop(self._queue)
-            page.queued = False
-            if not _evictable(page):
-                continue  # offered again when that changes
-            if page.tick != tick:
-                self._offer(page)  # used since it was queued
-                continue
-            return page
-        return None
-
-    def _evict_held(self, page_count: int) -> list[int]:
-        """Held leaves, least recently used first, one by one. O(pages): the last resort."""
-        leaves = [
-            (page.tick, number, page)
-            for number, page in enumerate(self._pages.values())
-            if _held_leaf(page)
+    def _evict_held(self, left: int) -> Iterator[PageIds]:
+        """Held leaves in the order of the policy. O(runs): the last resort."""
+        priority = self._queue.priority
+        leaves: list[Any] = [
+            (priority(run), number, run)
+            for number, run in enumerate(self._runs.values())
+            if held_leaf(run)
         ]
         heapq.heapify(leaves)
-        number = len(self._pages)
-        freed: list[int] = []
-        while len(freed) < page_count:
-            page = self._pop_leaf()  # the parent of a dropped page may be nobody's
-            if page is None:
+        number = len(self._runs)
+        while left > 0:
+            run = self._queue.pop()  # the parent of a dropped page may be nobody's
+            if run is None:
                 if not leaves:
-                    break
-                page = heapq.heappop(leaves)[2]
+                    return
+                run = heapq.heappop(leaves)[2]
                 self.counters.broken_holds += 1
-            freed.append(self._drop(page))
-            if page.parent is not None and _held_leaf(page.parent):
+                self._break_holds(run)
+            parent = run.parent
+            pages = self._trim(run, left)
+            left -= len(pages)
+            yield pages
+            if parent is not None and held_leaf(parent):
                 number += 1
-                heapq.heappush(leaves, (page.parent.tick, number, page.parent))
-        return freed
+                heapq.heappush(leaves, (priority(parent), number, parent))
 
-    def _drop(self, page: Page) -> int:
-        assert page.alive and page.locks == 0 and page.children == 0
-        del self._pages[page.key]
-        page.alive = False
-        self._held -= page.holds > 0
-        self.counters.evicted_pages += 1
-        self.eviction_digest = xxh3_128(self.eviction_digest + page.key)
-        if page.parent is not None:
-            page.parent.children -= 1
-            self._offer(page.parent)
-        return page.page_id
+    def _break_holds(self, run: Run) -> None:
+        """Nobody waits for the run's end any more; it is a leaf, so no child does either."""
+        run.holds = 1
+        self._release(run)
+
+    def _trim(self, run: Run, most: int) -> PageIds:
+        """Take up to ``most`` pages off the end of a run; with its last one the run goes."""
+        assert evictable(run)
+        kept = max(run.page_count - most, 0)
+        gone = run.page_ids[kept:][::-1]
+        self._pages -= len(gone)
+        self.counters.evicted_pages += len(gone)
+        if kept:
+            run.end = run.start + kept
+            run.page_ids = run.page_ids[:kept].copy()
+            run.tokens = compact(run.tokens[: kept * self.page_size])
+            self._queue.offer(run)
+            return gone
+        parent = run.parent
+        assert parent is not None
+        del self._runs[run.key]
+        del parent.children[self._place(parent, run)]
+        run.alive = False
+        if parent.page_count:
+            self._queue.offer(parent)
+        else:
+            self._end_namespace(parent)
+        return gone
 
     def reset(self) -> None:
         """Forget everything. Paths handed out before turn into no-ops; nothing is freed here."""
-        for page in self._pages.values():
-            page.alive = False
-        self._pages.clear()
+        for run in (*self._runs.values(), *self._roots.values()):
+            run.alive = False
+        self._runs.clear()
+        self._roots.clear()
         self._queue.clear()
-        self._locked = self._held = 0
+        self._pages = self._locked = self._held = 0
         self.generation += 1
 
     # --- sizes -----------------------------------------------------------------------------------
@@ -328,7 +494,7 @@ class ContentIndex:
     @property
     def page_count(self) -> int:
         """Sealed pages."""
-        return len(self._pages)
+        return self._pages
 
     @property
     def locked_pages(self) -> int:
@@ -343,60 +509,32 @@ class ContentIndex:
     @property
     def evictable_pages(self) -> int:
         """Pages that :meth:`evict` can drop without breaking a hold."""
-        return len(self._pages) - self._locked - self._held
+        return self._pages - self._locked - self._held
 
-    def pages(self) -> Iterable[Page]:
-        """All sealed pages, oldest publication first."""
-        return self._pages.values()
-
-    # --- internals -------------------------------------------------------------------------------
-
-    def _touch(self, pages: Sequence[Page]) -> None:
-        self._clock += 1
-        for page in pages:
-            page.tick = self._clock
-
-    def _offer(self, page: Page) -> None:
-        """Queue a page for eviction if it could go now."""
-        if _evictable(page) and not page.queued:
-            page.queued = True
-            self._serial += 1
-            heapq.heappush(self._queue, (page.tick, self._serial, page))
+    def runs(self) -> Iterable[Run]:
+        """All runs that have pages."""
+        return self._runs.values()
 
     def check_invariants(self) -> None:
         """Assert everything that must hold between operations. O(pages)."""
-        children: dict[int, int] = {}
-        physical: set[int] = set()
-        locked = held = 0
-        for key, page in self._pages.items():
-            assert page.key == key and page.alive
-            assert page.page_id not in physical, f"physical page {page.page_id} has two owners"
-            physical.add(page.page_id)
-            assert page.locks >= 0 and page.holds >= 0
-            locked += page.locks > 0
-            held += page.holds > 0 and page.locks == 0
-            if page.parent is not None:
-                assert page.parent.alive, "a page outlived its parent"
-                children[id(page.parent)] = children.get(id(page.parent), 0) + 1
-                assert not page.locks or page.parent.locks, "a locked page below an unlocked one"
-            assert page.queued or not _evictable(page), "an evictable page is not queued"
-        for page in self._pages.values():
-            assert page.children == children.get(id(page), 0), "wrong child count"
-        assert locked == self._locked and held == self._held, "counts drifted"
+        check(self._runs, self._roots, self)
+
+    # --- internals -------------------------------------------------------------------------------
+
+    def _touch(self, last: Run) -> None:
+        self._clock += 1
+        run: Run | None = last
+        while run is not None:
+            run.tick = self._clock
+            run = run.parent
 
 
-def _same(page: Page, parent: Page | None, chain: Chain, number: int) -> bool:
-    return (
-        page.parent is parent
-        and page.root_key == chain.root_key
-        and page.tokens == chain.tokens(number)
-        and page.mark == chain.mark(number)
-    )
-
-
-def _held_leaf(page: Page) -> bool:
-    return page.alive and page.holds > 0 and not page.locks and not page.children
-
-
-def _evictable(page: Page) -> bool:
-    return page.alive and not page.locks and not page.holds and not page.children
+def _visible_alike(one: Mark, other: Mark) -> int:
+    """Tokens of a page before what becomes visible inside it first differs."""
+    if one == other:
+        return 1 << 62
+    for first, second in zip(one, other, strict=False):
+        if first != second:
+            return min(first[0], second[0])
+    longer = one if len(one) > len(other) else other
+    return longer[min(len(one), len(other))][0]

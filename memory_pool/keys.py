@@ -1,8 +1,8 @@
-"""Names of pages: how a run of tokens becomes the key it is found by.
+"""Names: how a request's tokens become pages that can be found by what they contain.
 
-A key is ``H(parent key, token bytes, mark)``, so it names a page together with everything before it.
-Keys only discover; whoever finds a page by its key compares parent and bytes before using it
-(:mod:`memory_pool.index`). They live as long as the process and are never written anywhere.
+The key of a page is ``H(identity of the parent page, token bytes, mark)``. Keys only discover; whoever
+finds a page by its key compares parent and bytes before using it (:mod:`memory_pool.index`). They
+live as long as the process and are never written anywhere.
 """
 
 from __future__ import annotations
@@ -14,13 +14,19 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
+import numpy as np
+import numpy.typing as npt
 import xxhash
 
 PageKey = NewType("PageKey", bytes)
 HashFunction = Callable[[bytes], bytes]
+Mark = tuple[
+    tuple[int, bytes], ...
+]  # (token inside the page, what becomes visible there), ascending
+Tokens = npt.NDArray[np.int64]
 
 TOKEN_BYTES = 8  # tokens travel through the engine as array("q")
-NO_MARK = b""
+NO_MARK: Mark = ()
 
 
 def xxh3_128(data: bytes) -> bytes:
@@ -69,63 +75,95 @@ class VisibleSpan:
     body_tokens: int
     linked_pages: int  # leading pages of the body that the request computed in place
 
-    def encode(self, page_size: int) -> bytes:
-        """Bytes of the mark, with the position inside its page."""
+    def encode(self) -> bytes:
+        """What the mark says of the span, whatever its place in the page."""
         return self.body_digest + struct.pack(
-            "<QQQQ", self.at % page_size, self.prompt_start, self.body_tokens, self.linked_pages
+            "<QQQ", self.prompt_start, self.body_tokens, self.linked_pages
         )
 
 
-class Chain:
-    """The pages of a token stream, named one after another as far as anybody asks.
+def as_tokens(tokens: array[int] | Tokens | Sequence[int]) -> Tokens:
+    """Token ids, int64 [n]; an ``array("q")`` is read in place and can not grow meanwhile."""
+    if isinstance(tokens, array) and tokens.typecode == "q" and tokens:
+        return np.frombuffer(tokens, dtype=np.int64)
+    return np.asarray(tokens, dtype=np.int64)
 
-    Whole pages only; a trailing partial page has no name. Hashing is lazy, so that a look-up that
-    misses at the first page pays for one page.
+
+class Chain:
+    """A token stream as the index reads it: whole pages, and the tokens of a last partial one.
+
+    Made for one look-up or publication. An ``array("q")`` is read in place, not copied, and can not
+    grow while the chain lives.
     """
 
-    __slots__ = ("_hash", "_keys", "_marks", "_tokens", "page_count", "page_size", "root_key")
+    __slots__ = ("marked", "marks", "page_count", "page_size", "root_key", "tokens")
 
     def __init__(
         self,
         root_key: PageKey,
-        tokens: array[int] | Sequence[int],
+        tokens: array[int] | Tokens | Sequence[int],
         page_size: int,
         *,
         visible: Iterable[VisibleSpan] = (),
-        hash_function: HashFunction = xxh3_128,
     ) -> None:
-        flat = tokens if isinstance(tokens, array) else array("q", tokens)
+        """``tokens`` are the stream's ids; ``visible`` its spans, ascending by ``at``."""
         self.root_key = root_key
         self.page_size = page_size
-        self.page_count = len(flat) // page_size
-        self._tokens = flat.tobytes()
-        self._marks = _marks_by_page(visible, page_size)
-        self._hash = hash_function
-        self._keys: list[PageKey] = []
+        self.tokens = as_tokens(tokens)
+        self.page_count = len(self.tokens) // page_size
+        self.marks: Mapping[int, Mark] = _marks_by_page(visible, page_size)
+        self.marked = sorted(self.marks)
 
-    def tokens(self, page: int) -> bytes:
-        """Token bytes of one page: ``page_size * TOKEN_BYTES`` of them."""
-        width = self.page_size * TOKEN_BYTES
-        return self._tokens[page * width : (page + 1) * width]
+    def page_bytes(self, page: int) -> bytes:
+        """Token bytes of one page: ``page_size * TOKEN_BYTES`` of them, fewer for a partial one."""
+        return self.tokens[page * self.page_size : (page + 1) * self.page_size].tobytes()
 
-    def mark(self, page: int) -> bytes:
-        """What became visible inside the page; empty for a plain page."""
-        return self._marks.get(page, NO_MARK)
+    def mark(self, page: int) -> Mark:
+        """What becomes visible inside the page; empty for a plain page."""
+        return self.marks.get(page, NO_MARK)
 
-    def key(self, page: int) -> PageKey:
-        """Key of one page. O(pages not yet named before it)."""
-        assert 0 <= page < self.page_count, "only whole pages have names"
-        keys = self._keys
-        while len(keys) <= page:
-            index = len(keys)
-            parent = keys[-1] if keys else self.root_key
-            keys.append(PageKey(self._hash(parent + self.tokens(index) + self.mark(index))))
-        return keys[page]
+    def next_mark(self, page: int) -> int:
+        """First page after ``page`` that has a mark, or the number of pages and one."""
+        for marked in self.marked:
+            if marked > page:
+                return marked
+        return self.page_count + 1
 
 
-def _marks_by_page(visible: Iterable[VisibleSpan], page_size: int) -> Mapping[int, bytes]:
-    marks: dict[int, bytes] = {}
+def page_key(
+    hash_function: HashFunction, parent: bytes, token_bytes: bytes, mark: Mark = NO_MARK
+) -> PageKey:
+    """Key of a page below ``parent`` (:func:`below_root` or :func:`below_page`)."""
+    framed = b"".join(struct.pack("<QQ", at, len(what)) + what for at, what in mark)
+    return PageKey(hash_function(parent + token_bytes + framed))
+
+
+def sibling_order(tokens: Tokens, mark: Mark) -> bytes:
+    """What orders pages below one parent: those that begin alike, marks included, are neighbours.
+
+    Each token stands behind 64 bits that are 0, or a hash of what becomes visible there.
+    """
+    woven = np.zeros((len(tokens), 2), np.int64)
+    woven[:, 1] = tokens
+    for at, what in mark:
+        if at < len(tokens):
+            woven[at, 0] = xxhash.xxh3_64_intdigest(what, seed=int(woven[at, 0])) >> 1
+    return woven.tobytes()
+
+
+def below_root(root_key: PageKey) -> bytes:
+    """Identity of what the first page of a chain hangs below."""
+    return b"n" + root_key
+
+
+def below_page(page_id: int) -> bytes:
+    """Identity of a sealed page as a parent: its physical page, which no other one has meanwhile."""
+    return b"p" + struct.pack("<Q", page_id)
+
+
+def _marks_by_page(visible: Iterable[VisibleSpan], page_size: int) -> Mapping[int, Mark]:
+    marks: dict[int, Mark] = {}
     for span in visible:
-        page = span.at // page_size
-        marks[page] = marks.get(page, NO_MARK) + span.encode(page_size)
+        page, at = divmod(span.at, page_size)
+        marks[page] = (*marks.get(page, NO_MARK), (at, span.encode()))
     return marks

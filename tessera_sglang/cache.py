@@ -9,23 +9,28 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from tessera_sglang.memory_pool.index import ContentIndex, Page, Path
-from tessera_sglang.memory_pool.keys import Namespace, PageKey
+from tessera_sglang.memory_pool.index import ContentIndex
+from tessera_sglang.memory_pool.keys import Namespace, PageKey, as_tokens
+from tessera_sglang.memory_pool.runs import Copied, Fork, Path, Published, Run, Segment
 
 from .compat import (
     BasePrefixCache,
     DecLockRefResult,
+    EvictParams,
     EvictResult,
     IncLockRefResult,
     MatchResult,
     Req,
 )
+from .kv_memory import kv_memory
 from .reader import reader_of
 
 logger = logging.getLogger(__name__)
@@ -36,15 +41,25 @@ class Traffic:
     """Prompt tokens of scheduled requests; only grow, each request counted once."""
 
     lookup: int = 0
-    prefix_hit: int = 0
+    prefix_hit: int = 0  # forked ones too
     span_hit: int = 0
+    forked: int = 0  # rows copied out of partly equal pages
 
 
 class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
     """``BasePrefixCache`` over :class:`ContentIndex`. Sizes are in tokens, as SGLang wants them."""
 
-    def __init__(self, params: Any, *, model_identity: str) -> None:
-        """``params`` is SGLang's ``CacheInitParams``; ``model_identity`` names what made the KV."""
+    def __init__(self, params: Any, *, model_identity: str, verify_latents: bool = False) -> None:
+        """A cache over SGLang's pools.
+
+        Args:
+            params: SGLang's ``CacheInitParams``.
+            model_identity: names what made the KV.
+            verify_latents: compare latents where two requests computed the same page.
+
+        Raises:
+            ValueError: latents of this pool can not be compared.
+        """
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
         self.page_size: int = params.page_size
@@ -52,7 +67,20 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         self.sliding_window_size = None
         self.enable_session_radix_cache = False
         self.device: torch.device = torch.device(self.token_to_kv_pool_allocator.device)
-        self.index = ContentIndex(self.page_size)
+        pool = self.token_to_kv_pool_allocator.get_kvcache()
+        self.memory = kv_memory(pool, self.page_size)
+        if verify_latents and self.memory is None:
+            raise ValueError(
+                f'verify "latents" can not read the pages of SGLang\'s {type(pool).__name__}; use '
+                '"tokens"'
+            )
+        self.index = ContentIndex(
+            self.page_size,
+            eviction_policy=params.eviction_policy,
+            protected_hits=(params.eviction_policy_config or {}).get("protected_threshold", 2),
+            smallest_fork=smallest_fork(self.page_size) if self.memory is not None else None,
+            compare_latents=self.memory.equal if verify_latents and self.memory else None,
+        )
         self.traffic = Traffic()
         self._model_identity = model_identity
         self._roots: dict[Namespace, PageKey] = {}
@@ -77,36 +105,79 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
     # --- look-up ---------------------------------------------------------------------------------
 
     def match_prefix(self, params: Any) -> MatchResult:
-        """Longest reusable prefix of the request's row, in whole pages."""
+        """Longest reusable prefix of the request's row: whole pages, and rows to be had by a fork.
+
+        The latter are reported as SGLang reports what a lower tier holds, since they take the same
+        way: a page is allocated and filled when the request is admitted (:meth:`init_load_back`).
+        """
         key, req = params.key, params.req
         reader = reader_of(req)
-        limit = len(key) // self.page_size
         if reader is not None:
-            path = reader.match(self.index, req, limit)
+            path = reader.match(self.index, req, len(key))
         else:
             lora_id = req.lora_id if req is not None else None
             root = self.root_key(key.extra_key, key.cache_salt, lora_id)
-            pages = self.index.match(self.index.chain(root, key.token_ids), limit)
-            path = self.index.path(pages)
+            found = self.index.match(self.index.chain(root, key.token_ids), len(key))
+            path = self.index.path(found.segments(), fork=found.fork)
         return MatchResult(
             device_prefix_len=len(path) * self.page_size,
             last_device_node=path,
             last_host_node=path,
             best_match_node=path,
+            host_hit_length=path.fork.rows if path.fork is not None else 0,
         )
+
+    def init_load_back(self, params: Any) -> tuple[int, Path]:
+        """Fork the page that a match ended in: its equal rows become the request's own.
+
+        Returns the rows and the path with them, or no rows where the page or the room for a copy went
+        meanwhile; the request then computes them.
+        """
+        req, path = params.req, params.best_match_node
+        fork: Fork = path.fork
+        source = fork.page_id
+        if source is None:
+            return 0, path
+        own = self._allocate_page()
+        if own is None:
+            return 0, path
+        source = fork.page_id  # making room may have taken it
+        if source is None:
+            self.token_to_kv_pool_allocator.free(self._slots([own]))
+            return 0, path
+        assert self.memory is not None, "forks are only offered where pages can be copied"
+        self.memory.copy_rows(source, own, fork.rows)
+        req.host_hit_length = 0  # the rows are on the device already, and are reported so
+        self.traffic.forked += fork.rows
+        return fork.rows, replace(path, fork=None, copied=Copied(own, fork.rows))
+
+    def load_back_is_cache_owned(self) -> bool:
+        """Forked rows belong to the request, which publishes them with the rest of their page."""
+        return False
+
+    def _allocate_page(self) -> int | None:
+        allocator = self.token_to_kv_pool_allocator
+        slots = allocator.alloc(self.page_size)
+        if slots is None:
+            self.evict(EvictParams(num_tokens=self.page_size))
+            slots = allocator.alloc(self.page_size)
+        return int(slots[0]) // self.page_size if slots is not None else None
 
     def touch_prefix(self, key: Any) -> None:
         """Mark a waiting request's prefix as used."""
         root = self.root_key(key.extra_key, key.cache_salt, None)
-        self.index.match(self.index.chain(root, key.token_ids), len(key) // self.page_size)
+        self.index.match(self.index.chain(root, key.token_ids), len(key))
 
     def path_device_indices(self, node: Path) -> torch.Tensor:
-        """KV slots of a path, int64 [pages * page_size]."""
-        return self._slots([page.page_id for page in node.pages])
+        """KV slots of a path and of the rows copied behind it, int64."""
+        slots = self._slots(node.page_ids())
+        if node.copied is None:
+            return slots
+        return torch.cat((slots, self._slots([node.copied.page_id])[: node.copied.rows]))
 
-    def _slots(self, page_ids: Sequence[int]) -> torch.Tensor:
-        first = torch.tensor(page_ids, dtype=torch.int64, device=self.device) * self.page_size
-        return (first[:, None] + self._page_offsets).reshape(-1)
+    def _slots(self, page_ids: npt.ArrayLike) -> torch.Tensor:
+        first = torch.from_numpy(np.asarray(page_ids, dtype=np.int64) * self.page_size)
+        return (first.to(self.device)[:, None] + self._page_offsets).reshape(-1)
 
     # --- publication -----------------------------------------------------------------------------
 
@@ -119,35 +190,33 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         size = self.page_size
         reader = reader_of(req)
         shared = reader.layout.shared_tokens if reader is not None else 0
-        tokens = req.full_untruncated_fill_ids[shared:up_to]
+        tokens = as_tokens(req.full_untruncated_fill_ids)[shared:up_to]
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
-        page_ids = (row[shared : shared + len(tokens) // size * size : size] // size).tolist()
+        page_ids = (row[shared : shared + len(tokens) // size * size : size] // size).cpu().numpy()
         visible = reader.visible_spans if reader is not None else ()
         root = self.root_key(req.extra_key, req.cache_salt, req.lora_id)
-        published = self.index.publish(self.index.chain(root, tokens, visible), page_ids)
-        protected = req.kv.cache_protected_len
-        if published.duplicates:
-            self._repoint(row, shared, protected, published.pages)
-            own = [page_id for _, page_id in published.duplicates]
-            assert shared + published.duplicates[0][0] * size >= protected
-            self.token_to_kv_pool_allocator.free(self._slots(own))
-        self._relock(req, self._row_path(req, shared // size, published.pages))
-        req.kv.cache_protected_len = max(protected, shared + len(published.pages) * size)
-
-    def _repoint(
-        self, row: torch.Tensor, shared: int, protected: int, pages: Sequence[Page]
-    ) -> None:
-        first = max(protected - shared, 0) // self.page_size
-        slots = self._slots([page.page_id for page in pages[first:]])
-        start = shared + first * self.page_size
-        row[start : start + len(slots)] = slots.to(row.dtype)
-
-    def _row_path(self, req: Req, shared_pages: int, pages: Sequence[Page]) -> Path:
-        """The whole row of a request as one path: its shared pages, then ``pages``."""
-        if not shared_pages:
-            return self.index.path(pages)
         before: Path = req.last_node
-        return self.index.path((*before.pages[:shared_pages], *pages), before.kept)
+        published = self.index.publish(
+            self.index.chain(root, tokens, visible), page_ids, counted=before.counted
+        )
+        protected = req.kv.cache_protected_len
+        if len(published.duplicate_ids):
+            first = int(published.duplicate_pages[0])
+            assert shared + first * size >= protected, "a page of the index was computed again"
+            self._repoint(row, shared, first, published)
+            self.token_to_kv_pool_allocator.free(self._slots(published.duplicate_ids))
+        spans = before.segments[: len(reader.layout.runs)] if reader is not None else ()
+        path = self.index.path((*spans, *published.segments()), counted=published.pages)
+        self._relock(req, path)
+        req.kv.cache_protected_len = max(protected, shared + published.pages * size)
+
+    def _repoint(self, row: torch.Tensor, shared: int, first: int, published: Published) -> None:
+        """Point the row at the sealed pages from page ``first`` of the chain on."""
+        assert published.run is not None
+        sealed = Segment(published.run, first, published.pages).page_ids()
+        start = shared + first * self.page_size
+        slots = self._slots(sealed)
+        row[start : start + len(slots)] = slots.to(row.dtype)
 
     def _relock(self, req: Req, path: Path) -> None:
         lock = self.lock(path)
@@ -174,7 +243,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         started = time.perf_counter()
         pages = -(-params.num_tokens // self.page_size)
         freed = self.index.evict(pages, break_holds=True)
-        if freed:
+        if len(freed):
             self.token_to_kv_pool_allocator.free(self._slots(freed))
         tokens = len(freed) * self.page_size
         self.update_eviction_metrics(tokens, started)
@@ -217,7 +286,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
 
     def is_root(self, node: Path) -> bool:
         """Whether a path holds nothing."""
-        return not node.pages
+        return not node.segments
 
     def sanity_check(self) -> None:
         """Called by SGLang when idle; nothing may be locked or held then."""
@@ -236,13 +305,29 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
 
     def dfs_weight_order(self, node_handles: Sequence[Path]) -> list[int]:
         """Requests whose paths share pages next to each other, heavier branches first."""
-        weight: dict[Page, int] = {}
+        weight: dict[Run, int] = {}
         for path in node_handles:
-            for page in path.pages:
-                weight[page] = weight.get(page, 0) + 1
-        order = {page: number for number, page in enumerate(weight)}
+            for run in _runs(path):
+                weight[run] = weight.get(run, 0) + 1
+        order = {run: number for number, run in enumerate(weight)}
 
         def rank(number: int) -> list[tuple[int, int]]:
-            return [(-weight[page], order[page]) for page in node_handles[number].pages]
+            return [(-weight[run], order[run]) for run in _runs(node_handles[number])]
 
         return sorted(range(len(node_handles)), key=rank)
+
+
+def smallest_fork(page_size: int) -> int | None:
+    """Rows from which on a page is worth forking; fewer cost less to compute than to copy."""
+    return max(page_size // 8, 1) if page_size > 1 else None
+
+
+def _runs(path: Path) -> Iterator[Run]:
+    """The runs that a path reads, in row order."""
+    for segment in path.segments:
+        found: list[Run] = []
+        run: Run | None = segment.run
+        while run is not None and run.end > segment.first:
+            found.append(run)
+            run = run.parent
+        yield from reversed(found)

@@ -21,7 +21,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return its exit status."""
     parser = argparse.ArgumentParser(prog="tessera-sglang", description="Tessera for SGLang.")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_doctor):
+    for add in (_add_demo, _add_doctor, _add_layout):
         add(commands)
     options = parser.parse_args(arguments)
     try:
@@ -84,6 +84,20 @@ def _doctor(options: argparse.Namespace) -> int:
     from . import doctor
 
     return doctor.run(as_json=options.json)
+
+
+def _add_layout(commands: Commands) -> None:
+    from . import layout
+
+    parser = commands.add_parser(
+        "layout",
+        help="what a model's cache costs, per layer, per format and per context",
+        description="Derives the cache of a model from its config in exact arithmetic: rows, bytes "
+        "per token, pages, formats side by side, what scales, padding and replicas add, and where "
+        "printed figures differ. Needs neither the model's weights nor SGLang.",
+    )
+    layout.add_arguments(parser)
+    parser.set_defaults(command=layout.run)
 
 
 if __name__ == "__main__":

@@ -35,6 +35,7 @@ from sglang.srt.managers.schedule_policy import AddReqResult
 from sglang.srt.mem_cache.base_prefix_cache import (
     BasePrefixCache,
     DecLockRefResult,
+    EvictParams,
     EvictResult,
     IncLockRefResult,
     MatchResult,
@@ -64,6 +65,7 @@ __all__ = [
     "BasePrefixCache",
     "ComponentType",
     "DecLockRefResult",
+    "EvictParams",
     "EvictResult",
     "ForwardBatch",
     "ForwardMode",

@@ -37,14 +37,13 @@ _LATER_VALUES: dict[str, dict[str, str]] = {
         "triton": 'use "auto" or "torch"',
         "tilelang": 'use "auto" or "torch"',
     },
-    "verify": {"latents": 'use "tokens", which is always on'},
 }
 _MEANING: dict[str, str] = {
     "index": '"content" or "radix"',
     "kernel": '"auto" or "torch"',
     "link_pages": "a whole number from 0 on",
     "span_root": '"auto", "none", a text, or a list of token ids',
-    "verify": '"tokens"',
+    "verify": '"tokens" or "latents"',
 }
 
 
@@ -59,7 +58,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     kernel: Literal["auto", "torch"] = "auto"
     link_pages: int = 1
     span_root: str | list[int] = "auto"
-    verify: Literal["tokens"] = "tokens"
+    verify: Literal["tokens", "latents"] = "tokens"
 
 
 def load(value: str | None = None) -> Config:

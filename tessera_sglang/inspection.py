@@ -51,7 +51,12 @@ def add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _content_pages(cache: TesseraCache) -> list[tuple[str, int]]:
-    return [(page_digest(page.tokens), page.page_id) for page in cache.index.pages()]
+    width = cache.page_size
+    return [
+        (page_digest(run.tokens[number * width : (number + 1) * width].tobytes()), int(page_id))
+        for run in cache.index.runs()
+        for number, page_id in enumerate(run.page_ids)
+    ]
 
 
 def _tree_pages(cache: Any, size: int) -> list[tuple[str, int]] | None:

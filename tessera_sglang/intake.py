@@ -29,8 +29,8 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from tessera_sglang.attention.layout import lay_out
-from tessera_sglang.memory_pool.index import Page
 from tessera_sglang.memory_pool.keys import PageKey, VisibleSpan
+from tessera_sglang.memory_pool.runs import Path
 
 from . import spans as declaration
 from .cache import TesseraCache
@@ -231,33 +231,33 @@ class SpanIntake:
                 continue
             if held is not None:
                 index.release(reader.body_holds.pop(body))
-            pages = () if only_look else self._find(body)
-            if not pages:
+            held = None if only_look else self._find(body)
+            if held is None:
                 missing.append(body)
                 continue
-            reader.body_holds[body] = held = index.path(pages)
+            reader.body_holds[body] = held
             index.hold(held)
             self._holding[id(req)] = req, reader
         if not missing:
-            found = [reader.body_holds[body].pages for body in reader.bodies]
+            found = [reader.body_holds[body] for body in reader.bodies]
             reader.path = reader.assemble(index, found)
             reader.path_epoch = index.hold_epoch
             index.hold(reader.path)
             self._release_bodies(reader)
         return missing
 
-    def _find(self, body: Body) -> tuple[Page, ...]:
-        """All pages of a body, or none. Looks only when something new could be there."""
+    def _find(self, body: Body) -> Path | None:
+        """All pages of a body, or None. Looks only when something new could be there."""
         index = self.cache.index
         published = index.counters.published_pages
         if body in self._on_the_way or body.missing_at == published:
-            return ()
-        pages = index.match(body.chain)
-        if len(pages) < body.chain.page_count:
+            return None
+        found = index.match(body.chain)
+        if found.pages < body.chain.page_count:
             body.missing_at = published
-            return ()
+            return None
         body.failures = 0
-        return pages
+        return index.path(found.segments())
 
     def _give_up(self, req: Any) -> None:
         """A span can not be kept, whatever the reason: say so instead of trying for ever."""
@@ -308,8 +308,8 @@ class SpanIntake:
         scheduler.init_req_max_new_tokens(prefill)
         prefill.time_stats.set_wait_queue_entry_time()
         prefill.arrival_processed_tokens = scheduler.processed_tokens_counter
-        found = len(self.cache.index.match(body.chain))
-        started = SpanPrefill(prefill, body, reader, body.chain.page_count - found)
+        found = self.cache.index.match(body.chain)
+        started = SpanPrefill(prefill, body, reader, body.chain.page_count - found.pages)
         self._on_the_way[body] = started
         return started
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from tessera_sglang.attention.layout import ContextLayout, SharedRun
-from tessera_sglang.memory_pool.index import ContentIndex, Page, Path
+from tessera_sglang.memory_pool.index import ContentIndex
 from tessera_sglang.memory_pool.keys import Chain, VisibleSpan
+from tessera_sglang.memory_pool.runs import Path
 
 ATTRIBUTE = "tessera_reader"
 
@@ -61,16 +62,14 @@ class Reader:
         return True
 
     def match(self, index: ContentIndex, req: Any, limit: int) -> Path:
-        """Shared pages and then whatever of the remaining tokens is cached, up to ``limit`` pages.
+        """Shared pages and then whatever of the remaining tokens is cached, up to ``limit`` tokens.
 
         Empty when the spans are not resident: intake then keeps the request from being scheduled.
         """
         if self.path is None or not self.ready(index):
             return index.path()
-        rest = limit - len(self.path)
-        chain = self._remaining_chain(index, req)
-        pages = index.match(chain, rest) if rest > 0 else ()
-        return index.path((*self.path.pages, *pages), self.path.kept)
+        found = index.match(self._remaining_chain(index, req), limit - self.layout.shared_tokens)
+        return index.path((*self.path.segments, *found.segments()), fork=found.fork)
 
     def _remaining_chain(self, index: ContentIndex, req: Any) -> Chain:
         length = len(req.origin_input_ids) + len(req.output_ids)
@@ -80,20 +79,16 @@ class Reader:
             self._chain = length, index.chain(root_key, tokens, self.visible_spans)
         return self._chain[1]
 
-    def assemble(self, index: ContentIndex, found: Sequence[Sequence[Page]]) -> Path:
-        """Path over the pages found for each run: visible ones in row order, the others kept."""
-        size = self.layout.page_size
-        pages: list[Page] = []
-        kept: dict[int, Page] = {}
-        for run, body_pages in zip(self.layout.runs, found, strict=True):
-            first = _first_visible_page(run, self.layout.root_tokens, size)
-            pages += body_pages[first:]
-            kept.update((id(page), page) for page in body_pages[:first])
-        return index.path(pages, kept.values())
+    def assemble(self, index: ContentIndex, found: Sequence[Path]) -> Path:
+        """Path over the visible pages of each run's body in row order; it keeps the others too."""
+        first = [_first_visible_page(run, self.layout) for run in self.layout.runs]
+        return index.path(
+            replace(body.segments[0], first=page) for body, page in zip(found, first, strict=True)
+        )
 
 
-def _first_visible_page(run: SharedRun, root_tokens: int, page_size: int) -> int:
-    return (root_tokens + run.prompt_start - run.body_start) // page_size
+def _first_visible_page(run: SharedRun, layout: ContextLayout) -> int:
+    return (layout.root_tokens + run.prompt_start - run.body_start) // layout.page_size
 
 
 def reader_of(req: Any) -> Any:

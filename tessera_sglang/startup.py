@@ -7,9 +7,12 @@ the resolved values, so that an explicit flag and one that SGLang set by itself 
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable
 from typing import Any
+
+from tessera_sglang.memory_pool import eviction
 
 from . import compat
 from .config import BACKEND, Config, load
@@ -157,10 +160,23 @@ def _refused_with_content(view: Any) -> list[tuple[str, str]]:
         found.append(
             (f"--disaggregation-mode {view.disaggregation_mode}", "rows are moved in prompt order")
         )
-    if view.radix_eviction_policy not in (None, "lru"):
+    if view.radix_eviction_policy not in (None, *eviction.POLICIES):
         found.append(
-            (f"--radix-eviction-policy {view.radix_eviction_policy}", "this version evicts by LRU")
+            (
+                f"--radix-eviction-policy {view.radix_eviction_policy}",
+                f"it evicts by {', '.join(eviction.POLICIES)}",
+            )
         )
+    for key, value in (view.radix_eviction_policy_config or {}).items():
+        known = view.radix_eviction_policy == "slru" and key == "protected_threshold"
+        if not known or isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            found.append(
+                (
+                    f"--radix-eviction-policy-config {json.dumps({key: value})}",
+                    'slru takes "protected_threshold", a whole number from 1 on, and the other '
+                    "policies take nothing",
+                )
+            )
     if view.pp_size > 1:
         found.append((f"--pp-size {view.pp_size}", "stages would see rows in different orders"))
     if compat.envs.SGLANG_RADIX_FORCE_MISS.get():

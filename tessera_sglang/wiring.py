@@ -98,7 +98,12 @@ def make_cache(original: Any, ctx: Any) -> Any:
         )
     )
     logger.info("index: content index, pages of %d tokens", ctx.params.page_size)
-    return TesseraCache(ctx.params, model_identity=identity)
+    cache = TesseraCache(
+        ctx.params, model_identity=identity, verify_latents=config.verify == "latents"
+    )
+    if cache.memory is None:
+        logger.info("index: partly equal pages are computed, not forked: unknown pool layout")
+    return cache
 
 
 def make_intake(result: Any, scheduler: Any) -> Any:

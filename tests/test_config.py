@@ -114,7 +114,6 @@ def test_a_key_of_a_later_version_is_refused_not_ignored(key: str, value: str) -
         ("kernel", "flashinfer"),
         ("kernel", "triton"),
         ("kernel", "tilelang"),
-        ("verify", "latents"),
     ],
 )
 def test_a_value_of_a_later_version_is_refused_with_what_there_is(key: str, value: str) -> None:

@@ -38,6 +38,7 @@ PLAIN: dict[str, Any] = {
     "dllm_algorithm": None,
     "disaggregation_mode": "null",
     "radix_eviction_policy": "lru",
+    "radix_eviction_policy_config": None,
     "pp_size": 1,
 }
 """The resolved view of a server that is told ``--attention-backend tessera`` and nothing else."""
@@ -67,7 +68,13 @@ WITH_CONTENT = [
     ("dllm_algorithm", "LowConfidence", "--dllm-algorithm LowConfidence"),
     ("disaggregation_mode", "prefill", "--disaggregation-mode prefill"),
     ("disaggregation_mode", "decode", "--disaggregation-mode decode"),
-    ("radix_eviction_policy", "lfu", "--radix-eviction-policy lfu"),
+    ("radix_eviction_policy", "tlru", "--radix-eviction-policy tlru"),
+    ("radix_eviction_policy", "priority", "--radix-eviction-policy priority"),
+    (
+        "radix_eviction_policy_config",
+        {"protected_threshold": 2},
+        '--radix-eviction-policy-config {"protected_threshold": 2}',
+    ),
     ("pp_size", 2, "--pp-size 2"),
 ]
 
@@ -228,3 +235,21 @@ def test_a_bad_configuration_stops_the_start(compat: Any, monkeypatch: pytest.Mo
     monkeypatch.setenv("TESSERA_CONFIG", '{"link_pages": -1}')
     with pytest.raises(ConfigError, match="link_pages"):
         resolved(compat, attention_backend="tessera")
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "slru"])
+def test_a_policy_that_the_index_knows_is_allowed(policy: str) -> None:
+    check(radix_eviction_policy=policy)
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, True, "2", None])
+def test_a_threshold_that_is_no_number_of_uses_is_refused(value: Any) -> None:
+    with pytest.raises(startup.StartupError, match="protected_threshold"):
+        check(
+            radix_eviction_policy="slru",
+            radix_eviction_policy_config={"protected_threshold": value},
+        )
+
+
+def test_a_threshold_for_slru_is_allowed() -> None:
+    check(radix_eviction_policy="slru", radix_eviction_policy_config={"protected_threshold": 4})

@@ -1,4 +1,4 @@
-"""Names of pages: what differs in a name, what does not, and what a name costs (case 22)."""
+"""Names of pages: what differs in a name, what does not, and what is read in place (case 22)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ import sys
 from array import array
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tessera_sglang.memory_pool.keys import (
     NO_MARK,
@@ -19,40 +22,44 @@ from tessera_sglang.memory_pool.keys import (
     Namespace,
     PageKey,
     VisibleSpan,
+    below_page,
+    below_root,
+    page_digest,
+    page_key,
+    sibling_order,
     xxh3_128,
 )
 
 PAGE = 4
 ROOT = Namespace("model").root_key()
-SPAN = VisibleSpan(
-    at=5, body_digest=PageKey(b"k" * 16), prompt_start=64, body_tokens=128, linked_pages=1
-)
+SPAN = VisibleSpan(at=5, body_digest=b"k" * 16, prompt_start=64, body_tokens=128, linked_pages=1)
 
 _PRINT_KEYS = """
 import json
-from tessera_sglang.memory_pool.keys import Chain, Namespace, VisibleSpan
+from tessera_sglang.memory_pool.keys import Chain, Namespace, VisibleSpan, xxh3_128
+from tessera_sglang.memory_pool.keys import below_page, below_root, page_key, sibling_order
 root = Namespace("model", "extra", "salt", "lora").root_key()
-body = Chain(root, range(100, 108), 4)
-span = VisibleSpan(at=5, body_digest=body.key(1), prompt_start=4, body_tokens=8, linked_pages=0)
+span = VisibleSpan(at=5, body_digest=b"body", prompt_start=4, body_tokens=8, linked_pages=0)
 chain = Chain(root, range(12), 4, visible=[span])
-print(json.dumps([root.hex(), *(chain.key(page).hex() for page in range(3))]))
+parents = [below_root(root), below_page(7), below_page(8)]
+keys = [page_key(xxh3_128, p, chain.page_bytes(n), chain.mark(n)) for n, p in enumerate(parents)]
+order = sibling_order(chain.tokens[4:8], chain.mark(1))
+print(json.dumps([part.hex() for part in (root, *keys, order)]))
 """
 
 
 def keys(tokens: list[int], *visible: VisibleSpan, root: PageKey = ROOT) -> list[PageKey]:
+    """Keys of a chain whose first page is stored in physical page 0, the second in 1, ..."""
     chain = Chain(root, tokens, PAGE, visible=visible)
-    return [chain.key(page) for page in range(chain.page_count)]
-
-
-class CountingHash:
-    """The default hash, counting its calls."""
-
-    def __init__(self) -> None:
-        self.calls = 0
-
-    def __call__(self, data: bytes) -> bytes:
-        self.calls += 1
-        return xxh3_128(data)
+    return [
+        page_key(
+            xxh3_128,
+            below_page(page - 1) if page else below_root(root),
+            chain.page_bytes(page),
+            chain.mark(page),
+        )
+        for page in range(chain.page_count)
+    ]
 
 
 # --- namespaces ----------------------------------------------------------------------------------
@@ -72,10 +79,9 @@ def test_requests_in_different_namespaces_never_meet() -> None:
         Namespace("model", cache_salt="abc"),
         Namespace("other"),
     ]
-    tokens = list(range(1, 9))
-    per_namespace = [keys(tokens, root=namespace.root_key()) for namespace in namespaces]
-    for one, other in itertools.combinations(per_namespace, 2):
-        assert not set(one) & set(other)
+    first = [keys(list(range(1, 5)), root=namespace.root_key()) for namespace in namespaces]
+    for one, other in itertools.combinations(first, 2):
+        assert one != other
 
 
 def test_a_namespace_is_its_fields_and_nothing_else() -> None:
@@ -96,69 +102,79 @@ def test_text_beyond_ascii_names_a_namespace() -> None:
     assert Namespace("m", "ä").root_key() != Namespace("m", "a").root_key()
 
 
-# --- chains --------------------------------------------------------------------------------------
+# --- keys ----------------------------------------------------------------------------------------
 
 
-def test_a_key_depends_on_every_token_before_it() -> None:
+def test_a_key_depends_on_every_token_of_its_page() -> None:
     tokens = list(range(16))
     plain = keys(tokens)
     for position in range(len(tokens)):
         changed = [*tokens]
         changed[position] += 1000
         page = position // PAGE
-        other = keys(changed)
-        assert other[:page] == plain[:page]
-        assert all(a != b for a, b in zip(other[page:], plain[page:], strict=True))
+        assert [a != b for a, b in zip(keys(changed), plain, strict=True)] == [
+            number == page for number in range(4)
+        ]
 
 
-def test_equal_pages_at_different_depths_have_different_keys() -> None:
-    assert len(set(keys([7] * 4 * PAGE))) == 4
+def test_a_key_depends_on_the_parent() -> None:
+    """On the very page, whatever its tokens: what came before is in the parent's identity."""
+    parents = [below_root(ROOT), below_root(Namespace("other").root_key())]
+    parents += [below_page(page_id) for page_id in (0, 1, 2**31 - 1)]
+    assert len({page_key(xxh3_128, parent, b"page") for parent in parents}) == len(parents)
 
 
-def test_a_key_depends_on_the_root() -> None:
-    assert not set(keys(list(range(8)))) & set(
-        keys(list(range(8)), root=Namespace("other").root_key())
-    )
+def test_a_page_is_no_namespace() -> None:
+    """Whatever a root key is, it can not imitate the identity of a page."""
+    assert below_page(7) != below_root(PageKey(below_page(7)[1:]))
 
 
-def test_an_array_and_a_list_of_the_same_tokens_have_the_same_keys() -> None:
-    tokens = [0, 1, 2**40, 3, 128_000, 5, 6, 7]
-    chain = Chain(ROOT, array("q", tokens), PAGE)
-    assert [chain.key(0), chain.key(1)] == keys(tokens)
-    assert chain.tokens(1) == array("q", tokens[4:]).tobytes()
-    assert len(chain.tokens(0)) == PAGE * TOKEN_BYTES
+# --- chains --------------------------------------------------------------------------------------
+
+
+@given(tokens=st.lists(st.integers(-(2**63), 2**63 - 1), max_size=20))
+@settings(max_examples=50, deadline=None, database=None)
+def test_every_form_of_the_same_tokens_is_the_same_chain(tokens: list[int]) -> None:
+    forms = (tokens, tuple(tokens), array("q", tokens), np.array(tokens, np.int64))
+    for chain in (Chain(ROOT, form, PAGE) for form in forms):
+        assert chain.page_count == len(tokens) // PAGE
+        assert chain.tokens.tolist() == tokens
+        for page in range(chain.page_count + 1):
+            expected = array("q", tokens[page * PAGE : (page + 1) * PAGE])
+            assert chain.page_bytes(page) == expected.tobytes()
+
+
+def test_a_chain_reads_an_array_in_place() -> None:
+    tokens = array("q", range(8))
+    chain = Chain(ROOT, tokens, PAGE)
+    tokens[0] = 99
+    assert chain.tokens[0] == 99
+    with pytest.raises(BufferError):
+        tokens.append(8)
+    del chain
+    tokens.append(8)
 
 
 @pytest.mark.parametrize(("length", "pages"), [(0, 0), (3, 0), (4, 1), (7, 1), (8, 2), (11, 2)])
-def test_a_partial_page_has_no_name(length: int, pages: int) -> None:
+def test_a_partial_page_is_no_page(length: int, pages: int) -> None:
     chain = Chain(ROOT, range(length), PAGE)
     assert chain.page_count == pages
-    whole = Chain(ROOT, range(pages * PAGE), PAGE)
-    assert [chain.key(p) for p in range(pages)] == [whole.key(p) for p in range(pages)]
+    assert len(chain.page_bytes(pages)) == (length - pages * PAGE) * TOKEN_BYTES
 
 
-def test_only_the_pages_that_were_asked_for_are_hashed_and_each_once() -> None:
-    counting = CountingHash()
-    chain = Chain(ROOT, range(400), PAGE, hash_function=counting)
-    assert counting.calls == 0
-    chain.key(0)
-    assert counting.calls == 1
-    chain.key(9)
-    assert counting.calls == 10
-    chain.key(3)
-    chain.tokens(50)
-    chain.mark(50)
-    assert counting.calls == 10
+def test_the_digest_of_a_page_is_its_name_in_reports() -> None:
+    one, same, other = (array("q", ids).tobytes() for ids in ([1, 2], [1, 2], [2, 1]))
+    assert page_digest(one) == page_digest(same) != page_digest(other)
+    assert len(page_digest(one)) == 16
 
 
 # --- marks ---------------------------------------------------------------------------------------
 
 
-def test_a_mark_changes_keys_from_its_page_on() -> None:
+def test_a_mark_changes_the_key_of_its_page() -> None:
     tokens = list(range(16))
     plain, marked = keys(tokens), keys(tokens, SPAN)
-    assert marked[0] == plain[0]
-    assert all(a != b for a, b in zip(marked[1:], plain[1:], strict=True))
+    assert [a != b for a, b in zip(plain, marked, strict=True)] == [False, True, False, False]
     chain = Chain(ROOT, tokens, PAGE, visible=[SPAN])
     assert [bool(chain.mark(page)) for page in range(4)] == [False, True, False, False]
     assert chain.mark(0) == NO_MARK
@@ -168,7 +184,7 @@ def test_a_mark_changes_keys_from_its_page_on() -> None:
     "changed",
     [
         replace(SPAN, at=6),
-        replace(SPAN, body_digest=PageKey(b"K" * 16)),
+        replace(SPAN, body_digest=b"K" * 16),
         replace(SPAN, prompt_start=65),
         replace(SPAN, body_tokens=192),
         replace(SPAN, linked_pages=0),
@@ -178,29 +194,56 @@ def test_a_mark_changes_keys_from_its_page_on() -> None:
 def test_every_field_of_a_visible_span_counts(changed: VisibleSpan) -> None:
     tokens = list(range(12))
     one, other = keys(tokens, SPAN), keys(tokens, changed)
-    assert one[0] == other[0]
-    assert not set(one[1:]) & set(other[1:])
+    assert [a == b for a, b in zip(one, other, strict=True)] == [True, False, True]
 
 
 def test_spans_that_become_visible_in_one_page_are_all_in_its_mark() -> None:
     second = replace(SPAN, at=7, prompt_start=256)
     tokens = list(range(12))
-    both = keys(tokens, SPAN, second)
-    assert both[0] == keys(tokens)[0]
-    alone = {*keys(tokens, SPAN)[1:], *keys(tokens, second)[1:], *keys(tokens)[1:]}
-    assert not alone & set(both[1:])
+    marks = ([], [SPAN], [second], [SPAN, second])
+    assert len({keys(tokens, *visible)[1] for visible in marks}) == len(marks)
 
 
 def test_a_span_at_a_page_boundary_belongs_to_the_page_it_opens() -> None:
-    opening = replace(SPAN, at=8)
-    plain, marked = keys(list(range(12))), keys(list(range(12)), opening)
-    assert marked[:2] == plain[:2]
-    assert marked[2] != plain[2]
+    chain = Chain(ROOT, range(12), PAGE, visible=[replace(SPAN, at=8)])
+    assert [bool(chain.mark(page)) for page in range(3)] == [False, False, True]
 
 
-def test_a_span_that_becomes_visible_behind_the_last_page_changes_no_key() -> None:
-    tokens = list(range(10))
-    assert keys(tokens, replace(SPAN, at=9)) == keys(tokens)
+def test_the_next_mark_is_the_first_one_behind_a_page() -> None:
+    visible = [replace(SPAN, at=at) for at in (0, 9, 11, 21)]  # pages 0, 2, 2 and 5, a partial one
+    chain = Chain(ROOT, range(22), PAGE, visible=visible)
+    assert [chain.next_mark(page) for page in range(-1, 6)] == [0, 2, 2, 5, 5, 5, 6]
+
+
+@given(data=st.data())
+@settings(max_examples=200, deadline=None, database=None)
+def test_pages_that_begin_alike_are_neighbours_among_siblings(data: st.DataObject) -> None:
+    """Marks included: of all siblings one next to a page shares the most leading rows with it."""
+    page = st.tuples(
+        st.lists(st.integers(-1, 1), min_size=PAGE, max_size=PAGE).map(tuple),
+        st.sets(st.tuples(st.integers(0, PAGE - 1), st.sampled_from([b"a", b"b"])), max_size=2).map(
+            lambda mark: tuple(sorted(mark))
+        ),
+    )
+
+    def alike(one: tuple, other: tuple) -> int:
+        (a, marks), (b, other_marks) = one, other
+        same = [
+            a[: n + 1] == b[: n + 1]
+            and [m for m in marks if m[0] <= n] == [m for m in other_marks if m[0] <= n]
+            for n in range(PAGE)
+        ]
+        return sum(same)
+
+    pages = data.draw(st.lists(page, unique=True, min_size=2, max_size=12))
+    wanted = pages.pop()
+    ordered = sorted(pages, key=lambda p: sibling_order(np.array(p[0]), p[1]))
+    place = sum(
+        sibling_order(np.array(p[0]), p[1]) < sibling_order(np.array(wanted[0]), wanted[1])
+        for p in ordered
+    )
+    nearest = ordered[max(place - 1, 0) : place + 1]
+    assert max(alike(p, wanted) for p in nearest) == max(alike(p, wanted) for p in pages)
 
 
 # --- processes -----------------------------------------------------------------------------------
@@ -220,4 +263,4 @@ def test_every_process_gives_the_same_names() -> None:
         )
         printed.append(json.loads(result.stdout))
     assert printed[0] == printed[1]
-    assert len(set(printed[0])) == 4
+    assert len(set(printed[0])) == 5

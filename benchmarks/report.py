@@ -1,0 +1,218 @@
+"""The frame of every benchmark: checks beside raw figures, hardware, versions and commit.
+
+A benchmark collects checks, figures and tables in a :class:`Report` and ends with
+``sys.exit(report.emit(as_json=...))``. With ``--json`` that prints one object, otherwise tables for
+readers; the exit status is 0 exactly if every check holds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("tessera-sglang", "sglang", "torch", "numpy", "xxhash")
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """One claim: what was measured, what it has to be, and whether it is."""
+
+    name: str
+    value: float | int | None  # None: could not be measured, which never holds
+    target: str
+    holds: bool
+
+    @classmethod
+    def at_least(cls, name: str, value: float | None, bound: float) -> Check:
+        """``value >= bound``."""
+        return cls(name, _rounded(value), f">= {bound:g}", _finite(value) and value >= bound)
+
+    @classmethod
+    def at_most(cls, name: str, value: float | None, bound: float) -> Check:
+        """``value <= bound``."""
+        return cls(name, _rounded(value), f"<= {bound:g}", _finite(value) and value <= bound)
+
+    @classmethod
+    def below(cls, name: str, value: float | None, bound: float) -> Check:
+        """``value < bound``."""
+        return cls(name, _rounded(value), f"< {bound:g}", _finite(value) and value < bound)
+
+    @classmethod
+    def equals(cls, name: str, value: int | None, wanted: int) -> Check:
+        """``value == wanted``."""
+        return cls(name, value, f"== {wanted}", value == wanted)
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Rows for readers; the same figures are in ``Report.figures`` for programs."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[object]]
+
+    def render(self) -> str:
+        """The table as aligned text."""
+        cells = [[str(c) for c in self.columns], *([_cell(c) for c in row] for row in self.rows)]
+        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
+        lines = [
+            "  ".join(
+                c.ljust(w) if i == 0 else c.rjust(w)
+                for i, (c, w) in enumerate(zip(row, widths, strict=True))
+            ).rstrip()
+            for row in cells
+        ]
+        return "\n".join([self.title, lines[0], "-" * len(lines[0]), *lines[1:]])
+
+
+@dataclass(slots=True)
+class Report:
+    """Everything one run of a benchmark found."""
+
+    benchmark: str
+    settings: Mapping[str, object] = field(default_factory=dict)
+    checks: list[Check] = field(default_factory=list)
+    figures: dict[str, object] = field(default_factory=dict)
+    tables: list[Table] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)  # what a reader must know to judge the figures
+
+    @property
+    def holds(self) -> bool:
+        """Whether there are checks and all of them hold."""
+        return bool(self.checks) and all(check.holds for check in self.checks)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The object that ``--json`` prints."""
+        return {
+            "benchmark": self.benchmark,
+            "holds": self.holds,
+            "checks": [asdict(check) for check in self.checks],
+            "figures": self.figures,
+            "settings": dict(self.settings),
+            "notes": self.notes,
+            "hardware": hardware(),
+            "versions": versions(),
+            "commit": commit(),
+        }
+
+    def emit(self, *, as_json: bool) -> int:
+        """Print the report; returns the exit status: 0 exactly if all checks hold."""
+        if as_json:
+            print(json.dumps(self.as_dict(), indent=1))
+        else:
+            print(self.render())
+        return 0 if self.holds else 1
+
+    def render(self) -> str:
+        """The report for readers."""
+        checks = Table(
+            "checks",
+            ("name", "value", "target", "holds"),
+            [(c.name, c.value, c.target, "yes" if c.holds else "NO") for c in self.checks],
+        )
+        machine = ", ".join(f"{key} {value}" for key, value in hardware().items() if value)
+        installed = ", ".join(f"{name} {number}" for name, number in versions().items())
+        held = sum(check.holds for check in self.checks)
+        return "\n\n".join(
+            [
+                f"{self.benchmark}, commit {commit()}\n{machine}\n{installed}",
+                *(table.render() for table in self.tables),
+                *(f"Note: {note}" for note in self.notes),
+                checks.render(),
+                f"{held} of {len(self.checks)} checks hold",
+            ]
+        )
+
+
+def argument_parser(description: str) -> argparse.ArgumentParser:
+    """Parser with the options that every benchmark has: ``--json`` and ``--quick``."""
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, less than a minute")
+    return parser
+
+
+def progress(message: str) -> None:
+    """Say on stderr what is being measured."""
+    print(message, file=sys.stderr, flush=True)
+
+
+def hardware() -> dict[str, object]:
+    """Processor, cores, memory and accelerator."""
+    found: dict[str, object] = {
+        "cpu": _cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
+        "gpu": None,
+    }
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def versions() -> dict[str, str]:
+    """Python and the packages that matter."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "absent"
+    return found
+
+
+def commit() -> str:
+    """Commit of the checkout, marked ``-dirty`` where tracked files differ; ``unknown`` without git."""
+    try:
+        return subprocess.run(
+            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
+            cwd=ROOT,
+            check=True,
+            capture_output=True,
+            text=True,
+        ).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _cpu_model() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _finite(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def _rounded(value: float | None) -> float | None:
+    """Four significant digits; None for what JSON can not say."""
+    if value is None or not math.isfinite(value):
+        return None
+    return float(f"{value:.4g}")
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)

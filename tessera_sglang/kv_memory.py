@@ -1,0 +1,76 @@
+"""The KV buffers that SGLang allocated, as pages of bytes: what forks and latent checks need of them.
+
+SGLang keeps one tensor per layer (MLA) or two (keys, values), rows of tokens one behind the other, so
+that a page is a contiguous slice of each. Pools with another layout are not touched: there is no
+``KvMemory`` for them, and what needs one is off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from .compat import MHATokenToKVPool, MLATokenToKVPool
+
+_COMPARED_BYTES = 32 << 20  # gathered at once, of each side
+
+
+class KvMemory:
+    """Pages of a pool whose layout is known."""
+
+    def __init__(self, buffers: list[torch.Tensor], page_size: int) -> None:
+        """``buffers`` are [slots, ...] each, contiguous, with whole pages of ``page_size`` slots."""
+        self._pages = [
+            buffer.view(torch.uint8).view(len(buffer) // page_size, page_size, -1)
+            for buffer in buffers
+        ]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of one page in all layers."""
+        return sum(pages[0].numel() for pages in self._pages)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all buffers, SGLang's reserved page included."""
+        return sum(pages.numel() for pages in self._pages)
+
+    @property
+    def page_count(self) -> int:
+        """Pages, SGLang's reserved one included."""
+        return len(self._pages[0])
+
+    def copy_rows(self, source_page: int, target_page: int, rows: int) -> None:
+        """Copy the first ``rows`` tokens of a page in every layer. Slices only, nothing waits."""
+        for pages in self._pages:
+            pages[target_page, :rows] = pages[source_page, :rows]
+
+    def equal(
+        self, pages: npt.NDArray[np.int32], others: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        """Whether pages hold the same bytes in every layer, pair by pair."""
+        device = self._pages[0].device
+        one = torch.from_numpy(pages.astype(np.int64)).to(device)
+        other = torch.from_numpy(others).to(device)
+        equal = torch.ones(len(one), dtype=torch.bool, device=device)
+        step = max(1, _COMPARED_BYTES // self._pages[0][0].numel())
+        for buffer in self._pages:
+            for first in range(0, len(one), step):
+                part = slice(first, first + step)
+                equal[part] &= (buffer[one[part]] == buffer[other[part]]).flatten(1).all(dim=1)
+        return equal.cpu().numpy()
+
+
+def kv_memory(pool: Any, page_size: int) -> KvMemory | None:
+    """The pages of SGLang's pool, None where its layout is not one that is known."""
+    if type(pool) is MLATokenToKVPool:
+        buffers = list(pool.kv_buffer)
+    elif type(pool) is MHATokenToKVPool and not pool.use_hnd:
+        buffers = [*pool.k_buffer, *pool.v_buffer]
+    else:
+        return None
+    whole = all(b.is_contiguous() and len(b) % page_size == 0 for b in buffers)
+    return KvMemory(buffers, page_size) if buffers and whole else None

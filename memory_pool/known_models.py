@@ -129,7 +129,7 @@ _V3_PRINTED = (
 KNOWN: Mapping[str, KnownModel] = {
     "deepseek-v2": KnownModel(
         _mla("deepseek_v2", 60, 128),
-        _HUB.format("deepseek-ai/DeepSeek-V2") + "; arXiv:2405.04434, section 3.1.2",
+        _HUB.format("deepseek-ai/DeepSeek-V2") + "; arXiv:2405.04434",
         (
             Printed("bf16", "67.5", Unit.KIB, _V2_NOTE),
             Printed("bf16", "270", Unit.MIB, _V2_NOTE, 4 * K),
@@ -139,11 +139,11 @@ KNOWN: Mapping[str, KnownModel] = {
     ),
     "deepseek-v2-lite": KnownModel(
         _mla("deepseek_v2", 27, 16),
-        _HUB.format("deepseek-ai/DeepSeek-V2-Lite") + "; arXiv:2405.04434, appendix B",
+        _HUB.format("deepseek-ai/DeepSeek-V2-Lite") + "; arXiv:2405.04434",
     ),
     "deepseek-v3": KnownModel(
         _mla("deepseek_v3", 61, 128),
-        _HUB.format("deepseek-ai/DeepSeek-V3") + "; arXiv:2412.19437, section 4.2",
+        _HUB.format("deepseek-ai/DeepSeek-V3") + "; arXiv:2412.19437",
         _V3_PRINTED,
     ),
     "deepseek-r1": KnownModel(

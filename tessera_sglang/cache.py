@@ -19,6 +19,7 @@ import torch
 
 from tessera_sglang.memory_pool.index import ContentIndex
 from tessera_sglang.memory_pool.keys import Namespace, PageKey, as_tokens
+from tessera_sglang.memory_pool.pool import TierView
 from tessera_sglang.memory_pool.runs import Copied, Fork, Path, Published, Run, Segment
 
 from .compat import (
@@ -276,6 +277,18 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
     def total_size(self) -> int:
         """Tokens in sealed pages."""
         return self.index.page_count * self.page_size
+
+    def paged_tier(self) -> TierView:
+        """Every page of SGLang's pool, counted once; requests in flight own what is in use."""
+        allocator, size = self.token_to_kv_pool_allocator, self.page_size
+        pages, available = allocator.size // size, allocator.available_size() // size
+        return TierView(
+            size=pages,
+            available=available,
+            evictable=self.index.evictable_pages,
+            protected=self.index.locked_pages + self.index.held_pages,
+            in_use=pages - available - self.index.page_count,
+        )
 
     # --- the rest of the interface ---------------------------------------------------------------
 

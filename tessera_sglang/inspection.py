@@ -41,6 +41,8 @@ def add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
                 "held": index.held_pages,
                 "evictable": index.evictable_pages,
             },
+            "paged_tier": dataclasses.asdict(cache.paged_tier()),
+            "page_bytes": cache.memory.page_bytes if cache.memory is not None else None,
             "counters": dataclasses.asdict(index.counters),
             "traffic": dataclasses.asdict(cache.traffic),
         }

@@ -7,13 +7,25 @@ that a page is a contiguous slice of each. Pools with another layout are not tou
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tessera_sglang.memory_pool.model_geometry import ModelConfigError, read_model
+from tessera_sglang.memory_pool.rows import KvFormat
+
 from .compat import MHATokenToKVPool, MLATokenToKVPool
+
+logger = logging.getLogger(__name__)
+
+_FORMATS = {
+    torch.bfloat16: KvFormat.BF16,
+    torch.float16: KvFormat.FP16,
+    torch.float32: KvFormat.FP32,
+}
 
 _COMPARED_BYTES = 32 << 20  # gathered at once, of each side
 
@@ -74,3 +86,29 @@ def kv_memory(pool: Any, page_size: int) -> KvMemory | None:
         return None
     whole = all(b.is_contiguous() and len(b) % page_size == 0 for b in buffers)
     return KvMemory(buffers, page_size) if buffers and whole else None
+
+
+def compare_with_ledger(
+    memory: KvMemory, *, config: Any, dtype: torch.dtype, page_size: int, tensor_parallel: int
+) -> None:
+    """Log what a page costs, and warn where that is not what ``tessera-sglang layout`` says.
+
+    ``config`` is the model's Hugging Face configuration. A model that the ledger does not know is
+    served like any other.
+    """
+    try:
+        geometry = read_model(config.to_dict(), type(config).__name__).geometry(
+            _FORMATS.get(dtype), page_tokens=page_size, tensor_parallel=tensor_parallel
+        )
+    except (ModelConfigError, ValueError) as error:
+        logger.info("paged tier: %d B a page; not in the ledger: %s", memory.page_bytes, error)
+        return
+    if geometry.page_bytes == memory.page_bytes:
+        logger.info("paged tier: %d B a page, as the ledger has it", memory.page_bytes)
+    else:
+        logger.warning(
+            "paged tier: %d B a page, but the ledger has %d: tessera-sglang layout does not "
+            "describe this server",
+            memory.page_bytes,
+            geometry.page_bytes,
+        )

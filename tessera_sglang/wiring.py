@@ -21,6 +21,7 @@ from .compat import (
 from .config import BACKEND, load
 from .inspection import add_state
 from .intake import SpanIntake, SpanSettings, is_span_prefill
+from .kv_memory import compare_with_ledger
 from .root import root_tokens
 from .survey import LatentRow, Survey, survey
 
@@ -103,6 +104,14 @@ def make_cache(original: Any, ctx: Any) -> Any:
     )
     if cache.memory is None:
         logger.info("index: partly equal pages are computed, not forked: unknown pool layout")
+    else:
+        compare_with_ledger(
+            cache.memory,
+            config=getattr(model, "hf_text_config", model.hf_config),
+            dtype=ctx.params.token_to_kv_pool_allocator.get_kvcache().dtype,
+            page_size=ctx.params.page_size,
+            tensor_parallel=ctx.tp_size,
+        )
     return cache
 
 

@@ -32,6 +32,7 @@ OURS = "tessera"
 STOCK_CORES = ("python", "rust")
 
 Tokens = array  # array("q"), as the scheduler holds them
+NEXT = array("q", [0])  # look-ups stop before the last token: with it, they find a whole prompt
 
 
 class Clock(Protocol):
@@ -44,7 +45,7 @@ class Clock(Protocol):
 class Found:
     """Outcome of one look-up."""
 
-    pages_tokens: int  # tokens in whole pages
+    page_tokens: int  # tokens in whole pages
     fork_rows: int  # rows of a further page, to be had by copying it; stock has none
     match_ns: int  # match_prefix
     slots_ns: int  # match_prefix and path_device_indices, what a scheduled request pays
@@ -144,14 +145,14 @@ class Side:
         self.rows.free_slots.append(req.kv.req_pool_idx)
         return took
 
-    def insert(self, tokens: Tokens) -> int:
-        """A whole request without output; returns the time of its publication in nanoseconds."""
+    def insert(self, tokens: Tokens) -> tuple[Found, int]:
+        """A whole request without output; its look-up, and nanoseconds of its publication."""
         req = request(tokens)
-        self.look_up(req)
+        found = self.look_up(req)
         self.admit(req)
         took = self.publish(req, len(tokens))
         self.finish(req)
-        return took
+        return found, took
 
 
 def computed_tokens(req: Req) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from .sides import OURS, Found, Side, request
+from .sides import NEXT, OURS, Found, Side, request
 from .workloads import Prompts, Trace
 
 Calls = dict[str, list[tuple[int, int]]]  # operation -> (nanoseconds, tokens) of each call
@@ -100,20 +100,41 @@ def run_rounds(
 
 
 def prompts_scenario(prompts: Prompts, repeats: int) -> Callable[[Side], Outcome]:
-    """(d) insert everything, then (a) and (b) matched, and (c) both as prompts and as spans."""
+    """(d) insert everything; (a) to (c) are matched on the way or afterwards.
+
+    ``a.match`` repeats the very prompts, whose last page is not looked for. ``b.match`` are the look-ups on arrival, when the shared prefix is there and a request's own tokens
+    are not; ``b.match_again`` those of the next turn, when they are.
+    """
 
     def run(side: Side) -> Outcome:
         calls: Calls = {}
         hits: Hits = {}
-        _insert(side, calls, "a.insert", prompts.long)
-        _insert(side, calls, "b.insert", prompts.shared)
-        _insert(side, calls, "c.insert", prompts.bodies)
-        calls["d.insert"] = [*calls["a.insert"], *calls["b.insert"], *calls["c.insert"]]
+        for workload, indexed in (
+            ("a", prompts.long),
+            ("b", prompts.shared),
+            ("c", prompts.bodies),
+        ):
+            lives = [side.insert(tokens) for tokens in indexed]
+            found, took = [f for f, _ in lives], [ns for _, ns in lives]
+            lengths = [len(tokens) for tokens in indexed]
+            calls[f"{workload}.insert"] = list(zip(took, lengths, strict=True))
+            calls.setdefault("d.insert", []).extend(calls[f"{workload}.insert"])
+            if workload == "b":
+                calls |= _look_up_calls("b.match", found, lengths)
+            hits[f"{workload}.arrival"] = [f.page_tokens for f in found]
         calls["d.insert_duplicates"] = _insert_duplicates(side, prompts.long)
-        _match(side, calls, hits, "a", prompts.long, repeats)
-        _match(side, calls, hits, "b", prompts.shared, 1)
-        _match(side, calls, hits, "c", prompts.bodies, repeats)
-        hits["c.readers"] = [side.look_up(req).pages_tokens for req in map(request, prompts.readers)]
+        for operation, again, times in (
+            ("a.match", prompts.long, repeats),
+            ("b.match_again", prompts.shared_next_turn, 1),
+            ("c.match", [body + NEXT for body in prompts.bodies], repeats),
+        ):
+            requests = [request(tokens) for tokens in again] * times
+            found = [side.look_up(req) for req in requests]
+            lengths = [len(req.full_untruncated_fill_ids) for req in requests]
+            calls |= _look_up_calls(operation, found, lengths)
+            hits[operation] = [f.page_tokens for f in found]
+        readers = [side.look_up(request(tokens)) for tokens in prompts.readers]
+        hits["c.readers"] = [f.page_tokens for f in readers]
         return Outcome(calls, hits)
 
     return run
@@ -135,15 +156,11 @@ def trace_scenario(trace: Trace) -> Callable[[Side], Outcome]:
             took = side.finish(req, recorded.output)
             if recorded.output:
                 inserted.append((took, len(recorded.prompt) + len(recorded.output) - 1))
-        calls = _look_up_calls("e", found, looked_up)
+        calls = _look_up_calls("e.match", found, looked_up)
         calls["e.insert"] = inserted
-        return Outcome(calls, {"e": [f.pages_tokens for f in found]})
+        return Outcome(calls, {"e": [f.page_tokens for f in found]})
 
     return run
-
-
-def _insert(side: Side, calls: Calls, operation: str, prompts: Iterable[Any]) -> None:
-    calls[operation] = [(side.insert(tokens), len(tokens)) for tokens in prompts]
 
 
 def _insert_duplicates(side: Side, prompts: Iterable[Any]) -> list[tuple[int, int]]:
@@ -158,21 +175,11 @@ def _insert_duplicates(side: Side, prompts: Iterable[Any]) -> list[tuple[int, in
     return calls
 
 
-def _match(
-    side: Side, calls: Calls, hits: Hits, workload: str, prompts: Iterable[Any], repeats: int
-) -> None:
-    requests = [request(tokens) for tokens in prompts] * repeats
-    found = [side.look_up(req) for req in requests]
-    tokens = [len(req.full_untruncated_fill_ids) for req in requests]
-    calls.update(_look_up_calls(workload, found, tokens))
-    hits[workload] = [f.pages_tokens for f in found]
-
-
-def _look_up_calls(workload: str, found: Sequence[Found], tokens: Sequence[int]) -> Calls:
+def _look_up_calls(operation: str, found: Sequence[Found], tokens: Sequence[int]) -> Calls:
     pairs = list(zip(found, tokens, strict=True))
     return {
-        f"{workload}.match": [(f.match_ns, count) for f, count in pairs],
-        f"{workload}.match_slots": [(f.slots_ns, count) for f, count in pairs],
+        operation: [(f.match_ns, count) for f, count in pairs],
+        f"{operation}+slots": [(f.slots_ns, count) for f, count in pairs],
     }
 
 

@@ -23,6 +23,7 @@ class Prompts:
 
     long: tuple[Tokens, ...]  # (a) long sequences of their own
     shared: tuple[Tokens, ...]  # (b) one prefix, and a tail each
+    shared_next_turn: tuple[Tokens, ...]  # (b) each and another page
     bodies: tuple[Tokens, ...]  # (c) [root | body] of each span
     readers: tuple[Tokens, ...]  # (c) prompts that hold one span each, at a random offset
 
@@ -34,7 +35,7 @@ class Prompts:
     @property
     def longest(self) -> int:
         """Tokens of the longest prompt."""
-        parts = (self.long, self.shared, self.bodies, self.readers)
+        parts = (self.long, self.shared_next_turn, self.bodies, self.readers)
         return max(len(tokens) for part in parts for tokens in part)
 
 
@@ -90,11 +91,11 @@ def make_prompts(sizes: Sizes, seed: int = 0) -> Prompts:
     rng = np.random.default_rng(seed)
     prefix, root = random_tokens(rng, sizes.prefix_tokens), random_tokens(rng, sizes.root_tokens)
     spans = [random_tokens(rng, sizes.span_tokens) for _ in range(sizes.span_count)]
+    shared = [prefix + random_tokens(rng, sizes.own_tokens) for _ in range(sizes.shared_count)]
     return Prompts(
         long=tuple(random_tokens(rng, sizes.long_tokens) for _ in range(sizes.long_count)),
-        shared=tuple(
-            prefix + random_tokens(rng, sizes.own_tokens) for _ in range(sizes.shared_count)
-        ),
+        shared=tuple(shared),
+        shared_next_turn=tuple(tokens + random_tokens(rng, PAGE_SIZE) for tokens in shared),
         bodies=tuple(root + span for span in spans),
         readers=tuple(
             random_tokens(rng, int(rng.integers(1, sizes.widest_offset + 1)))

@@ -217,6 +217,17 @@ def test_the_least_recently_used_state_makes_room_for_a_new_one() -> None:
     arena.check_invariants()
 
 
+def test_a_state_that_is_gone_on_from_was_just_used() -> None:
+    arena = arena_of(windowed(4, 4), 4)
+    slot = open_slot(arena)
+    write(arena, slot, span(0, 4), span(0, 4))
+    assert all(arena.save(slot, page, 4) for page in (1, 2, 3))
+    assert arena.restore(1, slot)
+    assert arena.save(slot, 2, 4), "kept already"
+    assert [arena.drop_oldest(1), *arena.saved_pages()] == [1, 1, 2]
+    assert [arena.drop_oldest(1), *arena.saved_pages()] == [1, 2]
+
+
 def test_padding_goes_to_the_reserved_slot() -> None:
     """Case 19: a padded batch scatters into slot 0 and nothing can be read from there."""
     arena = arena_of(windowed(4, 4), 2)

@@ -80,7 +80,7 @@ def test_a_retired_region_has_no_live_handles() -> None:
     table.check_invariants()
 
 
-@pytest.mark.parametrize("change", ["longer", "shorter", "shifted", "split unit", "region"])
+@pytest.mark.parametrize("change", ["longer", "shorter", "shifted", "split unit", "region", "free"])
 def test_an_invented_handle_does_not_resolve(change: str) -> None:
     table, region, _ = table_of()
     true = table.claim(region, 4 * UNIT, 4 * UNIT)
@@ -90,6 +90,7 @@ def test_an_invented_handle_does_not_resolve(change: str) -> None:
         "shorter": Handle(region, 4 * UNIT, 3 * UNIT, true.generation),
         "shifted": Handle(region, 5 * UNIT, 3 * UNIT, true.generation),
         "split unit": Handle(region, 4 * UNIT + 1, 4 * UNIT - 1, true.generation),
+        "free": Handle(region, 0, 4 * UNIT, 0),
         "region": Handle(region + 1, 4 * UNIT, 4 * UNIT, true.generation),
     }[change]
     for use in (table.resolve, table.release):

@@ -130,7 +130,7 @@ def test_a_page_of_the_same_mark_is_found_among_thousands() -> None:
     order = random.Random(4).sample(range(count), count)
     for number in order:
         publish(index, LONG[: 2 * PAGE], [count, number], mark(PAGE + 2, number))
-    for number in order[:50]:
+    for number in order[:20]:
         question = [*LONG[: PAGE + 6], 99, 99]
         assert fork(index, question, None, mark(PAGE + 2, number)) == (6, number)
         assert fork(index, question[:-2], None, mark(PAGE + 2, number)) == (6, number)

@@ -1,0 +1,301 @@
+"""The cache between SGLang's real pools and the index: rows, pages and latents of single requests."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sglang")
+
+from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
+from sglang.srt.mem_cache.base_prefix_cache import (
+    EvictParams,
+    InitLoadBackParams,
+    MatchPrefixParams,
+)
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool, ReqToTokenPool
+from sglang.srt.mem_cache.radix_cache import RadixKey
+from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
+from sglang.srt.sampling.sampling_params import SamplingParams
+
+from tessera_sglang.cache import TesseraCache
+
+PAGE = 16
+PAGES = 24
+LAYERS = 3
+
+
+class Engine:
+    """What the scheduler does to a cache, over pools of its own."""
+
+    def __init__(self, *, pages: int = PAGES, verify_latents: bool = False) -> None:
+        self.kv = MLATokenToKVPool(
+            size=pages * PAGE,
+            page_size=PAGE,
+            dtype=torch.float32,
+            kv_lora_rank=8,
+            qk_rope_head_dim=4,
+            layer_num=LAYERS,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        self.allocator = PagedTokenToKVPoolAllocator(
+            pages * PAGE, PAGE, torch.float32, "cpu", self.kv, need_sort=False
+        )
+        self.rows = ReqToTokenPool(16, pages * PAGE, "cpu", enable_memory_saver=False)
+        params = CacheInitParams(
+            disable=False,
+            req_to_token_pool=self.rows,
+            token_to_kv_pool_allocator=self.allocator,
+            page_size=PAGE,
+            tree_components=(ComponentType.FULL,),
+        )
+        self.cache = TesseraCache(params, model_identity="test", verify_latents=verify_latents)
+
+    def arrive(self, tokens: list[int]) -> Req:
+        """A request that was matched."""
+        req = Req("r", "", array("q", tokens), SamplingParams(temperature=0, max_new_tokens=1))
+        req.refresh_fill_ids()
+        key = RadixKey(req.full_untruncated_fill_ids, limit=len(tokens) - 1)
+        found = self.cache.match_prefix(MatchPrefixParams(key=key, req=req))
+        req.prefix_len, req.last_node = found.device_prefix_len, found.last_device_node
+        req.host_hit_length, req.best_match_node = found.host_hit_length, found.best_match_node
+        req.kv.cache_protected_len = req.prefix_len
+        return req
+
+    def fork(self, req: Req) -> int:
+        """Let an admitted request have its load-back; returns rows."""
+        lock = self.cache.lock(req.last_node)
+        rows, req.last_node = self.cache.init_load_back(
+            InitLoadBackParams(req.best_match_node, host_hit_length=req.host_hit_length, req=req)
+        )
+        self.cache.unlock(lock)
+        req.prefix_len += rows
+        return rows
+
+    def start(self, req: Req) -> None:
+        """Lock, allocate, write the row."""
+        req.lock = self.cache.lock(req.last_node)
+        (req.kv.req_pool_idx,) = self.rows.alloc_rows(1)
+        row, length = self.row(req), len(req.full_untruncated_fill_ids)
+        row[: req.prefix_len] = self.cache.prefix_device_indices(req).to(torch.int32)
+        owned = -(-req.prefix_len // PAGE) * PAGE
+        if owned > req.prefix_len:  # the rest of a forked page
+            last = int(row[req.prefix_len - 1])
+            row[req.prefix_len : owned] = torch.arange(last + 1, last + 1 + owned - req.prefix_len)
+        end = -(-length // PAGE) * PAGE
+        if end > owned:
+            row[owned:end] = self.allocator.alloc(end - owned).to(torch.int32)
+        req.kv.kv_allocated_len = length
+
+    def compute(self, req: Req, value: float) -> None:
+        """Write latents of everything that was not cached."""
+        slots = self.row(req)[req.prefix_len : len(req.full_untruncated_fill_ids)].long()
+        for layer in range(LAYERS):
+            self.kv.kv_buffer[layer][slots] = value + layer
+
+    def finish(self, req: Req, *, publish: bool = True) -> None:
+        length = len(req.full_untruncated_fill_ids)
+        if publish:
+            self.cache.checkpoint(req, up_to=length)
+        self.cache.free_kv_row(req.kv, [(req.kv.cache_protected_len, length)])
+        self.cache.unlock(req.lock)
+        self.rows.free_slots.append(req.kv.req_pool_idx)
+
+    def serve(self, tokens: list[int], value: float) -> Req:
+        """A whole request; returns it as it was before it gave its row back."""
+        req = self.arrive(tokens)
+        self.start(req)
+        self.compute(req, value)
+        self.finish(req)
+        self.check()
+        return req
+
+    def row(self, req: Req) -> Any:
+        return self.rows.req_to_token[req.kv.req_pool_idx]
+
+    def latents(self, slots: Any) -> list[float]:
+        return self.kv.kv_buffer[LAYERS - 1][slots.long(), 0, 0].tolist()
+
+    def check(self) -> None:
+        self.cache.index.check_invariants()
+        self.cache.paged_tier()  # asserts that every page is counted once
+
+
+def pages_of(row: Any, tokens: int) -> list[int]:
+    return (row[:tokens:PAGE] // PAGE).tolist()
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+KNOWN = list(range(100, 100 + 4 * PAGE))
+
+
+def test_a_fork_copies_the_equal_rows_of_all_layers(engine: Engine) -> None:
+    engine.serve(KNOWN, 5.0)
+    req = engine.arrive(KNOWN[: 2 * PAGE + 9] + [1] * 20)
+    assert (req.prefix_len, req.host_hit_length) == (2 * PAGE, 9)
+    assert engine.fork(req) == 9
+    engine.start(req)
+    rows = engine.row(req)[2 * PAGE : 2 * PAGE + 9].long()
+    for layer in range(LAYERS):
+        assert (engine.kv.kv_buffer[layer][rows] == 5.0 + layer).all()
+    assert rows.tolist() == list(range(int(rows[0]), int(rows[0]) + 9))
+    assert req.host_hit_length == 0, "reported as what the device had"
+    engine.check()
+
+
+def test_what_a_fork_writes_is_its_own(engine: Engine) -> None:
+    engine.serve(KNOWN, 5.0)
+    req = engine.arrive(KNOWN[: 2 * PAGE + 9] + [1] * 20)
+    engine.fork(req)
+    engine.start(req)
+    engine.compute(req, 7.0)
+    engine.finish(req)
+    engine.check()
+    again = engine.arrive([*KNOWN, 1])
+    assert again.prefix_len == 4 * PAGE
+    assert set(engine.latents(engine.cache.path_device_indices(again.last_node))) == {
+        5.0 + LAYERS - 1
+    }
+    forked = engine.arrive(KNOWN[: 2 * PAGE + 9] + [1] * 20 + [2])
+    slots = engine.cache.path_device_indices(forked.last_node)
+    wanted = [5.0 + LAYERS - 1] * (2 * PAGE + 9) + [7.0 + LAYERS - 1] * (PAGE - 9)
+    assert engine.latents(slots)[: 3 * PAGE] == wanted
+
+
+@pytest.mark.parametrize("rows", [1, PAGE // 8 - 1])
+def test_a_few_rows_are_computed(engine: Engine, rows: int) -> None:
+    engine.serve(KNOWN, 5.0)
+    assert engine.arrive(KNOWN[: PAGE + rows] + [1] * 20).host_hit_length == 0
+
+
+def test_a_source_that_was_evicted_meanwhile_is_not_read(engine: Engine) -> None:
+    engine.serve(KNOWN, 5.0)
+    req = engine.arrive(KNOWN[: 3 * PAGE + 9] + [1] * 20)
+    assert req.host_hit_length == 9
+    engine.cache.evict(EvictParams(num_tokens=PAGE))
+    assert engine.fork(req) == 0
+    assert req.prefix_len == 3 * PAGE
+    engine.check()
+
+
+def test_a_fork_without_room_is_computed() -> None:
+    """The only page that could go is the source itself: it goes, and its rows are not read."""
+    engine = Engine(pages=4)
+    engine.serve(KNOWN, 5.0)
+    req = engine.arrive(KNOWN[: 3 * PAGE + 9] + [1] * 20)
+    assert engine.fork(req) == 0
+    assert engine.allocator.available_size() == PAGE
+    engine.check()
+
+
+def test_a_forked_request_that_is_aborted_gives_its_page_back(engine: Engine) -> None:
+    engine.serve(KNOWN, 5.0)
+    free = engine.allocator.available_size()
+    req = engine.arrive(KNOWN[: 2 * PAGE + 9] + [1] * 20)
+    engine.fork(req)
+    engine.start(req)
+    engine.finish(req, publish=False)
+    assert engine.allocator.available_size() == free
+    engine.check()
+
+
+def test_the_row_points_at_the_sealed_pages_before_the_copies_are_freed(engine: Engine) -> None:
+    """Case 2."""
+    first, second = engine.arrive(KNOWN), engine.arrive(KNOWN)
+    for req in (first, second):
+        engine.start(req)
+        engine.compute(req, 5.0)
+    engine.cache.checkpoint(first, up_to=len(KNOWN))
+    own = pages_of(engine.row(second), len(KNOWN))
+    engine.cache.checkpoint(second, up_to=len(KNOWN))
+    assert pages_of(engine.row(second), len(KNOWN)) == pages_of(engine.row(first), len(KNOWN))
+    third = engine.arrive([9] * 4 * PAGE)
+    engine.start(third)
+    engine.compute(third, 99.0)
+    while engine.allocator.available_size():
+        engine.allocator.alloc(PAGE)
+    assert set(own).isdisjoint(pages_of(engine.row(second), len(KNOWN)))
+    assert set(engine.latents(engine.row(second)[: len(KNOWN)])) == {5.0 + LAYERS - 1}
+    engine.cache.index.check_invariants()
+
+
+def test_publishing_twice_changes_nothing(engine: Engine) -> None:
+    """Case 5."""
+    req = engine.arrive(KNOWN[: 2 * PAGE + 3])
+    engine.start(req)
+    engine.compute(req, 5.0)
+    seen = []
+    for _ in range(2):
+        engine.cache.checkpoint(req, up_to=2 * PAGE + 3)
+        seen.append((engine.cache.paged_tier(), engine.row(req)[: 2 * PAGE + 3].tolist()))
+        engine.check()
+    assert seen[0] == seen[1]
+    assert req.kv.cache_protected_len == 2 * PAGE
+
+
+def test_a_request_counts_once_however_often_it_is_published(engine: Engine) -> None:
+    req = engine.arrive(KNOWN)
+    engine.start(req)
+    engine.compute(req, 5.0)
+    for up_to in (PAGE, 3 * PAGE, 4 * PAGE):
+        engine.cache.checkpoint(req, up_to=up_to)
+    assert {run.hits for run in engine.cache.index.runs()} == {1}
+    engine.finish(req)
+    engine.serve([*KNOWN, 1], 5.0)
+    assert {run.hits for run in engine.cache.index.runs()} == {2}
+
+
+def test_pages_whose_latents_differ_stay_private() -> None:
+    engine = Engine(verify_latents=True)
+    first, second = engine.arrive(KNOWN), engine.arrive(KNOWN)
+    for req, value in ((first, 5.0), (second, 6.0)):
+        engine.start(req)
+        engine.compute(req, value)
+    engine.kv.kv_buffer[LAYERS - 1][engine.row(second)[: 2 * PAGE].long()] = 5.0 + LAYERS - 1
+    for layer in range(LAYERS - 1):
+        engine.kv.kv_buffer[layer][engine.row(second)[: 2 * PAGE].long()] = 5.0 + layer
+    engine.cache.checkpoint(first, up_to=len(KNOWN))
+    own = pages_of(engine.row(second), len(KNOWN))
+    engine.cache.checkpoint(second, up_to=len(KNOWN))
+    sealed = pages_of(engine.row(first), len(KNOWN))
+    assert pages_of(engine.row(second), len(KNOWN)) == sealed[:2] + own[2:]
+    assert second.kv.cache_protected_len == 2 * PAGE
+    counters = engine.cache.index.counters
+    assert (counters.latent_divergence, counters.collisions) == (1, 0)
+    third = engine.arrive([*KNOWN, 1])
+    slots = engine.cache.path_device_indices(third.last_node)
+    assert set(engine.latents(slots)) == {5.0 + LAYERS - 1}
+    engine.finish(first)
+    engine.finish(second)
+    engine.check()
+
+
+def test_latents_of_a_pool_that_is_not_known_can_not_be_compared() -> None:
+    class Other(MLATokenToKVPool):
+        pass
+
+    engine = Engine()
+    engine.kv.__class__ = Other
+    params: Any = type("Params", (), {})()
+    params.__dict__.update(
+        req_to_token_pool=engine.rows,
+        token_to_kv_pool_allocator=engine.allocator,
+        page_size=PAGE,
+        eviction_policy="lru",
+        eviction_policy_config=None,
+        enable_metrics=False,
+    )
+    with pytest.raises(ValueError, match='verify "latents" can not read the pages'):
+        TesseraCache(params, model_identity="test", verify_latents=True)
+    cache = TesseraCache(params, model_identity="test")
+    assert cache.memory is None

@@ -36,17 +36,20 @@ class Check:
     @classmethod
     def at_least(cls, name: str, value: float | None, bound: float) -> Check:
         """``value >= bound``."""
-        return cls(name, _rounded(value), f">= {bound:g}", _finite(value) and value >= bound)
+        holds = value is not None and value >= bound
+        return cls(name, _rounded(value), f">= {bound:g}", holds)
 
     @classmethod
     def at_most(cls, name: str, value: float | None, bound: float) -> Check:
         """``value <= bound``."""
-        return cls(name, _rounded(value), f"<= {bound:g}", _finite(value) and value <= bound)
+        holds = value is not None and value <= bound
+        return cls(name, _rounded(value), f"<= {bound:g}", holds)
 
     @classmethod
     def below(cls, name: str, value: float | None, bound: float) -> Check:
         """``value < bound``."""
-        return cls(name, _rounded(value), f"< {bound:g}", _finite(value) and value < bound)
+        holds = value is not None and value < bound
+        return cls(name, _rounded(value), f"< {bound:g}", holds)
 
     @classmethod
     def equals(cls, name: str, value: int | None, wanted: int) -> Check:
@@ -199,12 +202,8 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-def _finite(value: float | None) -> bool:
-    return value is not None and math.isfinite(value)
-
-
 def _rounded(value: float | None) -> float | None:
-    """Four significant digits; None for what JSON can not say."""
+    """Four significant digits; None for what JSON can not say (a comparison with NaN never holds)."""
     if value is None or not math.isfinite(value):
         return None
     return float(f"{value:.4g}")

@@ -172,7 +172,7 @@ class ContentIndex:
             rows = min(rows, _visible_alike(child.mark, mark))
             if rows > (best.rows if best is not None else self._smallest_fork - 1):
                 best = Fork(child, page, rows)
-        return best if best is not None and best.rows < size else None
+        return best
 
     # --- publication -----------------------------------------------------------------------------
 

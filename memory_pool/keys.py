@@ -141,13 +141,15 @@ def page_key(
 def sibling_order(tokens: Tokens, mark: Mark) -> bytes:
     """What orders pages below one parent: those that begin alike, marks included, are neighbours.
 
-    Each token stands behind 64 bits that are 0, or a hash of what becomes visible there.
+    Where something becomes visible, a hash of that and of the token stands for the token.
     """
-    woven = np.zeros((len(tokens), 2), np.int64)
-    woven[:, 1] = tokens
+    if not mark:
+        return tokens.tobytes()
+    woven = tokens.copy()
     for at, what in mark:
-        if at < len(tokens):
-            woven[at, 0] = xxhash.xxh3_64_intdigest(what, seed=int(woven[at, 0])) >> 1
+        if at < len(woven):
+            seed = int(woven[at]) & (1 << 64) - 1
+            woven[at] = xxhash.xxh3_64_intdigest(what, seed=seed) >> 1
     return woven.tobytes()
 
 

@@ -47,9 +47,7 @@ def measure_growth(
         inserted = _fill(sides, count, wanted)
         count = wanted
         gc.collect()
-        gc.freeze()
         first, again = _look_up(sides, rng, count, repetitions)
-        gc.unfreeze()
         for side in sides:
             found[side.name].append(
                 Level(

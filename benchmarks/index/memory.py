@@ -46,7 +46,7 @@ def _measure(
 ) -> None:
     side = build(tokens + 2 * _WARM_UP_TOKENS, 8_192)
     prompts = _prompts(shape)
-    _fill(side, prompts, _WARM_UP_TOKENS)
+    _fill(side, prompts, min(tokens, _WARM_UP_TOKENS))
     tokens_before, bytes_before = _held_tokens(side), _resident_bytes()
     _fill(side, prompts, tokens_before + tokens)
     answer.send((_resident_bytes() - bytes_before) / (_held_tokens(side) - tokens_before))

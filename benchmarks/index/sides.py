@@ -12,7 +12,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from sglang.srt.managers.schedule_batch import FINISH_LENGTH, Req
@@ -31,7 +31,7 @@ PAGE_SIZE = 64
 OURS = "tessera"
 STOCK_CORES = ("python", "rust")
 
-Tokens = array  # array("q"), as the scheduler holds them
+Tokens: TypeAlias = "array[int]"  # of typecode "q", as the scheduler holds them
 NEXT = array("q", [0])  # look-ups stop before the last token: with it, they find a whole prompt
 
 

@@ -13,11 +13,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from .sides import NEXT, OURS, Found, Side, request
 from .workloads import Prompts, Trace
 
 Calls = dict[str, list[tuple[int, int]]]  # operation -> (nanoseconds, tokens) of each call
+Values = npt.NDArray[np.float64]  # one for each round
 Hits = dict[str, list[int]]  # workload -> tokens found by each look-up
 
 
@@ -37,14 +39,16 @@ class Rounds:
 
     @property
     def operations(self) -> list[str]:
-        """Names like ``a.match``, in the order they were measured."""
-        return list(next(iter(self.outcomes.values()))[0].calls)
+        """Names like ``a.match``."""
+        return sorted(next(iter(self.outcomes.values()))[0].calls)
 
-    def seconds(self, side: str, operation: str) -> np.ndarray[Any, Any]:
+    def seconds(self, side: str, operation: str) -> Values:
         """Time spent in an operation in each round."""
-        return np.array([sum(ns for ns, _ in o.calls[operation]) / 1e9 for o in self.outcomes[side]])
+        return np.array(
+            [sum(ns for ns, _ in o.calls[operation]) / 1e9 for o in self.outcomes[side]]
+        )
 
-    def percentile_us(self, side: str, operation: str, percent: float) -> np.ndarray[Any, Any]:
+    def percentile_us(self, side: str, operation: str, percent: float) -> Values:
         """Percentile of the latency in each round."""
         return np.array(
             [
@@ -81,9 +85,7 @@ class Rounds:
         return first.hits
 
 
-def run_rounds(
-    sides: Sequence[Side], rounds: int, scenario: Callable[[Side], Outcome]
-) -> Rounds:
+def run_rounds(sides: Sequence[Side], rounds: int, scenario: Callable[[Side], Outcome]) -> Rounds:
     """One round to warm up, then ``rounds`` that count."""
     found = Rounds()
     for number in range(rounds + 1):
@@ -91,9 +93,7 @@ def run_rounds(
         for side in (*sides[turn:], *sides[:turn]):
             side.reset()
             gc.collect()
-            gc.freeze()  # what lives on is not looked through again, as in a server
             outcome = scenario(side)
-            gc.unfreeze()
             if number:
                 found.outcomes[side.name].append(outcome)
     return found
@@ -102,8 +102,9 @@ def run_rounds(
 def prompts_scenario(prompts: Prompts, repeats: int) -> Callable[[Side], Outcome]:
     """(d) insert everything; (a) to (c) are matched on the way or afterwards.
 
-    ``a.match`` repeats the very prompts, whose last page is not looked for. ``b.match`` are the look-ups on arrival, when the shared prefix is there and a request's own tokens
-    are not; ``b.match_again`` those of the next turn, when they are.
+    ``a.match`` repeats the very prompts. ``b.match`` are the look-ups on arrival, when the shared
+    prefix is there and a request's own tokens are not; ``b.match_again`` those of the next turn.
+    ``c.match`` looks for spans by their own chains, ``c.readers`` by the prompts that hold them.
     """
 
     def run(side: Side) -> Outcome:
@@ -183,5 +184,5 @@ def _look_up_calls(operation: str, found: Sequence[Found], tokens: Sequence[int]
     }
 
 
-def _median_ratio(stock: np.ndarray[Any, Any], ours: np.ndarray[Any, Any]) -> float:
+def _median_ratio(stock: Values, ours: Values) -> float:
     return float(np.median(stock / ours))

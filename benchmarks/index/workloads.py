@@ -154,9 +154,7 @@ def synthetic_trace(sessions: int = 8, turns: int = 24, seed: int = 1) -> Trace:
     return Trace("synthetic", tuple(requests))
 
 
-def _session(
-    rng: np.random.Generator, roles: list[Tokens], turns: int
-) -> Iterator[TraceRequest]:
+def _session(rng: np.random.Generator, roles: list[Tokens], turns: int) -> Iterator[TraceRequest]:
     messages = [random_tokens(rng, int(rng.integers(50, 400)))]
     first_seen = [0] * len(roles)
     for _ in range(turns):

@@ -345,6 +345,8 @@ WINDOW, TAIL, PAGE, SLOTS, RUNNING = 5, 4, 4, 5, 3
 class ArenaMachine(RuleBasedStateMachine):
     """Requests that write, go on, and save; the model is a dict of positions per owner."""
 
+    pages = st.integers(1, SLOTS + 1)
+
     def __init__(self) -> None:
         super().__init__()
         self.arena = arena_of(windowed(PAGE, WINDOW), SLOTS, RUNNING)
@@ -368,6 +370,9 @@ class ArenaMachine(RuleBasedStateMachine):
             self.lengths[int(slots[0])] = 0
 
     @rule(number=st.integers(0, 9), tokens=st.integers(1, 12))
+    def step(self, number: int, tokens: int) -> None:
+        self.extend(number, tokens)
+
     def extend(self, number: int, tokens: int) -> None:
         slot = self.pick(number)
         if slot is None:
@@ -382,11 +387,14 @@ class ArenaMachine(RuleBasedStateMachine):
             first = self.lengths[slot] - rows
             owners[slot] = {p: v for p, v in (owners[slot] | written).items() if p >= first}
 
-    @rule(number=st.integers(0, 9), page=st.integers(1, PAGES))
-    def save(self, number: int, page: int) -> None:
+    @rule(number=st.integers(0, 9), page=pages, fill=st.booleans())
+    def save(self, number: int, page: int, fill: bool) -> None:
+        """At the last boundary, which may have been left behind; ``fill`` goes to the next first."""
         slot = self.pick(number)
         if slot is None:
             return
+        if fill:
+            self.extend(number, PAGE - self.lengths[slot] % PAGE)
         length = self.lengths[slot] // PAGE * PAGE
         if not length:
             return
@@ -402,7 +410,7 @@ class ArenaMachine(RuleBasedStateMachine):
                     del self.saved[next(iter(self.saved))]
                 self.saved[page] = (length, {p: v for p, v in needed.items() if v is not None})
 
-    @rule(number=st.integers(0, 9), page=st.integers(1, PAGES))
+    @rule(number=st.integers(0, 9), page=pages)
     def restore(self, number: int, page: int) -> None:
         slot = self.pick(number)
         if slot is None:
@@ -421,14 +429,14 @@ class ArenaMachine(RuleBasedStateMachine):
             self.arena.tensor(1, "window").view(torch.float32).view(-1, WINDOW)[slot] = POISON
             del self.running[slot], self.tails[slot], self.lengths[slot]
 
-    @rule(pages=st.sets(st.integers(1, PAGES)))
+    @rule(pages=st.sets(pages))
     def evict(self, pages: set[int]) -> None:
         gone = pages & self.saved.keys()
         assert self.arena.drop(np.array(sorted(pages), dtype=np.int64)) == len(gone)
         for page in gone:
             del self.saved[page]
 
-    @rule(states=st.integers(0, SLOTS), keep=st.sets(st.integers(1, PAGES), max_size=2))
+    @rule(states=st.integers(0, SLOTS), keep=st.sets(pages))
     def relieve(self, states: int, keep: set[int]) -> None:
         kept = np.array(sorted(keep), dtype=np.int64)
         oldest = [page for page in self.saved if page not in keep]

@@ -142,7 +142,8 @@ def test_publishing_twice_is_idempotent() -> None:
     index.lock(index.path(once.segments()))
     twice = publish(index, range(10), [1, 2])
     assert (twice.run, twice.pages, len(twice.duplicate_ids)) == (once.run, once.pages, 0)
-    assert twice.run is not None and twice.run.locks == 1
+    assert twice.run is not None
+    assert twice.run.locks == 1
     assert (sizes(index), index.counters.published_pages) == ((2, 0, 0), 2)
 
 
@@ -159,9 +160,7 @@ def test_a_page_is_what_the_first_publisher_of_its_prefix_stored(
     index = ContentIndex(page_size)
     stored: dict[tuple[int, ...], int] = {}
     for stream in data.draw(st.lists(streams, max_size=8)):
-        prefixes = [
-            tuple(stream[:end]) for end in range(page_size, len(stream) + 1, page_size)
-        ]
+        prefixes = [tuple(stream[:end]) for end in range(page_size, len(stream) + 1, page_size)]
         expected = list(itertools.takewhile(lambda p: p in stored, prefixes))
         assert hit(index, stream) == [stored[prefix] for prefix in expected]
         fresh = range(100 * len(stored), 100 * len(stored) + len(prefixes))

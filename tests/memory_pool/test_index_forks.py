@@ -137,6 +137,15 @@ def test_a_page_of_the_same_mark_is_found_among_thousands() -> None:
     assert fork(index, LONG, None, mark(PAGE + 2, count)) is None
 
 
+def test_a_token_that_has_a_mark_is_compared_like_any_other() -> None:
+    index = ContentIndex(PAGE, smallest_fork=1)
+    for number in range(20):
+        store(index, [number, *[50 + number % 3] * 7], [number], mark(0))
+    for number in range(20):
+        question = [number, 50 + number % 3, 99]
+        assert fork(index, question, None, mark(0)) == (2, number)
+
+
 def test_a_mark_behind_the_rows_does_not_matter(index: ContentIndex) -> None:
     assert fork(index, [*LONG[:12], *[99] * 4], None, mark(13)) == (4, 2)
     assert fork(index, LONG[:12], None, mark(12)) == (4, 2)

@@ -44,7 +44,7 @@ def test_slru_protects_from_a_number_of_uses_on() -> None:
 
 
 def test_another_policy_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="'mru'.*lru, lfu, slru"):
+    with pytest.raises(ValueError, match="unknown eviction policy 'mru'"):
         ContentIndex(PAGE, eviction_policy="mru")
 
 

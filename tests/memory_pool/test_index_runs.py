@@ -77,7 +77,8 @@ def test_a_path_reads_the_same_pages_however_often_it_is_cut(index: ContentIndex
         hit(index, range(24), pages_left * PAGE)
         assert pages(whole) == [1, 2, 3, 4, 5, 6]
         assert [pages(part) for part in parts] == [[*range(first, 7)] for first in range(1, 8)]
-        assert index.intact(whole) and len(whole) == 6
+        assert index.intact(whole)
+        assert len(whole) == 6
     assert lengths(index) == [1] * 6
 
 
@@ -150,7 +151,7 @@ def test_a_cut_run_lets_its_tokens_go() -> None:
     index.publish(name, np.arange(4096))
     for pages_left in (64, 1024, 2048, 4000):
         index.match(name, pages_left * 64)
-    assert tracemalloc.get_traced_memory()[0] - before < 2 * tokens.nbytes
+    assert tracemalloc.get_traced_memory()[0] - before < 1.2 * tokens.nbytes
     for kept in (4000, 1024, 64):
         index.evict(index.page_count - kept)
         stored = kept * 64 * 8

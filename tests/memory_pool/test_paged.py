@@ -11,7 +11,15 @@ from geometries import CPU, compressed, packed_mla, plain
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tessera_sglang.memory_pool.geometry import Dtype, Geometry, Plane, Region, Tier
+from tessera_sglang.memory_pool.geometry import (
+    Dtype,
+    Geometry,
+    LayerGeometry,
+    LayerKind,
+    Plane,
+    Region,
+    Tier,
+)
 from tessera_sglang.memory_pool.handles import RegionTable, StaleHandle
 from tessera_sglang.memory_pool.paged import PagedTier, identity_ranges
 from tessera_sglang.memory_pool.rows import KvFormat, window_layer
@@ -258,3 +266,20 @@ def test_fp4_stays_bytes() -> None:
     assert tier.view(0, "index", "key").dtype == torch.uint8
     assert math.prod(tier.view(0, "index", "key").shape) == 2 * 64 * 64
     tier.check_invariants()
+
+
+@pytest.mark.parametrize("row_bytes", [1, 2, 3, 4, 6, 8, 12, 16])
+def test_every_byte_of_a_row_tells_pages_apart(row_bytes: int) -> None:
+    """Whatever words a row is compared in."""
+    plane = Plane("kv", Tier.PAGED, 1, (Region("content", row_bytes, Dtype.FP8_E4M3),))
+    geometry = Geometry("bytes", (LayerGeometry(LayerKind.MQA, (plane,)),) * 2, 4)
+    tier = tier_of(geometry, 2)
+    one, other = allocated(tier, 1), allocated(tier, 1)
+    for layer in range(2):
+        for row in range(4):
+            for byte in range(row_bytes):
+                cell = tier.tensor(layer, "kv")[other, row, byte]
+                tier.tensor(layer, "kv")[other, row, byte] = cell ^ 128
+                assert tier.equal_pages(one, other).tolist() == [False]
+                tier.tensor(layer, "kv")[other, row, byte] = cell
+    assert tier.equal_pages(one, other).tolist() == [True]

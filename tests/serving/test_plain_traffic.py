@@ -36,4 +36,4 @@ def test_content_index_equals_the_tree(mla_model: Path) -> None:
     assert sum(cached for _, cached in content) > 10_000, "the traffic must hit the cache"
     assert [(tokens, cached // PAGE * PAGE) for tokens, cached in content] == tree
     forked = sum(cached % PAGE for _, cached in content)
-    assert forked > 1_000, "pages that are partly equal are forked"
+    assert forked > 100, "pages that are partly equal are forked"

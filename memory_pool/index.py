@@ -24,9 +24,11 @@ slower on long prompts) and one hash of a whole prefix per look-up (nothing to v
 from __future__ import annotations
 
 import heapq
+import sys
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -46,10 +48,13 @@ from .keys import (
     sibling_order,
     xxh3_128,
 )
-from .runs import Counters, Fork, Match, PageIds, Path, Published, Run, Segment, compact
+from .runs import Counters, Fork, Match, PageIds, Path, Published, Run, Segment, leading
 
 # Of pages that two requests computed alike: (sealed ids, own ids) -> which hold the same latents
 CompareLatents = Callable[[PageIds, npt.NDArray[np.int64]], npt.NDArray[np.bool_]]
+
+
+_first = attrgetter("first")
 
 
 class ContentIndex:
@@ -87,7 +92,7 @@ class ContentIndex:
         self.generation = 0
         self.eviction_digest = b""  # of all victims in their order: equal on every rank
         self._hash = hash_function
-        self._smallest_fork = smallest_fork or page_size
+        self._smallest_fork = sys.maxsize if smallest_fork is None else smallest_fork
         self._compare_latents = compare_latents
         self._roots: dict[PageKey, Run] = {}
         self._runs: dict[PageKey, Run] = {}
@@ -99,7 +104,7 @@ class ContentIndex:
         self,
         root_key: PageKey,
         tokens: array[int] | Tokens | Sequence[int],
-        visible: Iterable[VisibleSpan] = (),
+        visible: Sequence[VisibleSpan] = (),
     ) -> Chain:
         """A token stream as this index reads it."""
         return Chain(root_key, tokens, self.page_size, visible=visible)
@@ -121,34 +126,37 @@ class ContentIndex:
 
     def _walk(self, root: Run, chain: Chain, tokens: int) -> tuple[Run, Fork | None]:
         """The last run on the way down ``chain``, cut so that it ends where the chain leaves it."""
-        run = root
-        while True:
-            left = tokens - run.end * self.page_size
-            child, pages = self._child(run, chain, left)
+        size = self.page_size
+        run, left = root, tokens
+        while left >= size:
+            child = self._child(run, chain)
             if child is None:
-                return run, self._nearest_child(run, chain, left)
+                break
+            pages = child.common_tokens(chain, left) // size
+            if not pages:
+                self.counters.collisions += 1
+                break
             if pages < child.page_count:
                 child = self._cut(child, pages)
                 if child is None:
                     return run, None
             run = child
+            left = tokens - run.end * size
+        if left < self._smallest_fork or not run.children:
+            return run, None
+        return run, self._nearest_child(run, chain, left)
 
-    def _child(self, parent: Run, chain: Chain, left: int) -> tuple[Run | None, int]:
-        """The run below ``parent`` that starts with the chain's next page, and the pages it shares."""
-        if left < self.page_size:
-            return None, 0
-        page = parent.end
-        mark = chain.mark(page)
-        key = page_key(self._hash, parent.identity, chain.page_bytes(page), mark)
+    def _child(self, parent: Run, chain: Chain) -> Run | None:
+        """The run that goes by the name of the chain's next page, if it may follow ``parent``."""
+        mark = chain.mark(parent.end)
+        key = page_key(self._hash, parent.identity, chain.page_bytes(parent.end), mark)
         run = self._runs.get(key)
         if run is None:
-            return None, 0
-        alike = run.parent is parent and run.mark == mark
-        pages = run.common_tokens(chain, left) // self.page_size if alike else 0
-        if not pages:
+            return None
+        if run.parent is not parent or run.mark != mark:
             self.counters.collisions += 1
-            return None, 0
-        return run, pages
+            return None
+        return run
 
     def _nearest_child(self, parent: Run, chain: Chain, left: int) -> Fork | None:
         """The page below ``parent`` that shares the most leading tokens with the chain's next one.
@@ -156,20 +164,24 @@ class ContentIndex:
         Children are ordered by their first page, so it is a neighbour of the place where the chain's
         page would stand. O(log children).
         """
-        size = self.page_size
-        if not self._smallest_fork <= min(left, size - 1):
-            return None
+        size, children = self.page_size, parent.children
         page = parent.end
         mark = chain.mark(page)
         wanted = chain.tokens[page * size : page * size + min(size, left)]
-        head = sibling_order(wanted, mark)
-        place = bisect_left(parent.children, head, key=lambda run: run.head(size))
+        low, high = 0, len(children)
+        if high > 1:
+            head = sibling_order(wanted, mark)
+            low = bisect_left(children, leading(head), key=_first)
+            high = bisect_right(children, leading(head), low, key=_first)
+        if high - low > 1:
+            place = bisect_left(children, (head, b""), low, high, key=lambda run: run.order(size))
+            low, high = max(place - 1, low), min(place + 1, high)
         best: Fork | None = None
-        for child in parent.children[max(place - 1, 0) : place + 1]:
+        for child in children[low:high]:
             equal = child.tokens[: len(wanted)] == wanted
             first = int(equal.argmin())
             rows = len(wanted) if equal[first] else first
-            rows = min(rows, _visible_alike(child.mark, mark))
+            rows = min(rows, size - 1, _visible_alike(child.mark, mark))
             if rows > (best.rows if best is not None else self._smallest_fork - 1):
                 best = Fork(child, page, rows)
         return best
@@ -265,7 +277,7 @@ class ContentIndex:
             key=run.key,
             parent=parent,
             start=run.start,
-            tokens=compact(run.tokens[: pages * size]),
+            tokens=run.tokens[: pages * size],
             page_ids=run.page_ids[:pages].copy(),
             mark=run.mark,
         )
@@ -278,20 +290,26 @@ class ContentIndex:
         upper.locks, upper.holds = int(run.locks > 0), int(run.holds > 0)
         upper.children.append(run)
         parent.children[self._place(parent, run)] = upper
-        self._runs[run.key] = upper
-        run.key, run.parent, run.start, run.mark = key, upper, upper.end, NO_MARK
-        run.tokens, run.page_ids = compact(below), run.page_ids[pages:].copy()
+        run.parent = upper
+        run.reshape(
+            key=key,
+            start=upper.end,
+            tokens=below,
+            page_ids=run.page_ids[pages:].copy(),
+            mark=NO_MARK,
+        )
+        self._runs[upper.key] = upper
         self._runs[key] = run
         return upper
 
     def _place(self, parent: Run, child: Run) -> int:
         """Where a child stands, or belongs, among those of its parent. O(log children)."""
-        size = self.page_size
-        return bisect_left(
-            parent.children,
-            (child.head(size), child.key),
-            key=lambda run: (run.head(size), run.key),
-        )
+        children, size = parent.children, self.page_size
+        low = bisect_left(children, child.first, key=_first)
+        high = bisect_right(children, child.first, low, key=_first)
+        if low == high or (high - low == 1 and children[low] is child):
+            return low
+        return bisect_left(children, child.order(size), low, high, key=lambda run: run.order(size))
 
     def _begin_namespace(self, root_key: PageKey) -> Run:
         run = self._roots[root_key] = Run(
@@ -317,7 +335,9 @@ class ContentIndex:
         self, segments: Iterable[Segment] = (), *, counted: int = 0, fork: Fork | None = None
     ) -> Path:
         """A path of this generation."""
-        return Path(tuple(segments), self.generation, counted, fork)
+        if not isinstance(segments, tuple):
+            segments = tuple(segments)
+        return Path(segments, self.generation, counted, fork)
 
     def lock(self, path: Path) -> int:
         """A running request reads the path. Returns the number of pages newly locked."""
@@ -463,9 +483,13 @@ class ContentIndex:
         self._pages -= len(gone)
         self.counters.evicted_pages += len(gone)
         if kept:
-            run.end = run.start + kept
-            run.page_ids = run.page_ids[:kept].copy()
-            run.tokens = compact(run.tokens[: kept * self.page_size])
+            run.reshape(
+                key=run.key,
+                start=run.start,
+                tokens=run.tokens[: kept * self.page_size],
+                page_ids=run.page_ids[:kept].copy(),
+                mark=run.mark,
+            )
             self._queue.offer(run)
             return gone
         parent = run.parent

@@ -57,7 +57,7 @@ def check(runs: Mapping[PageKey, Run], roots: Mapping[PageKey, Run], totals: Tot
 
 def _check_below(run: Run, runs: Mapping[PageKey, Run], size: int) -> None:
     """Children are known, in order, of this parent, and counted where they are locked or held."""
-    order = [(child.head(size), child.key) for child in run.children]
+    order = [(child.first, child.order(size)) for child in run.children]
     assert order == sorted(order), "children out of order"
     for child in run.children:
         assert child.parent is run and runs[child.key] is child, "a child that can not be found"

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 import struct
 from array import array
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NewType
 
@@ -84,9 +84,16 @@ class VisibleSpan:
 
 def as_tokens(tokens: array[int] | Tokens | Sequence[int]) -> Tokens:
     """Token ids, int64 [n]; an ``array("q")`` is read in place and can not grow meanwhile."""
-    if isinstance(tokens, array) and tokens.typecode == "q" and tokens:
-        return np.frombuffer(tokens, dtype=np.int64)
-    return np.asarray(tokens, dtype=np.int64)
+    if isinstance(tokens, array):
+        assert tokens.typecode == "q"
+        return np.frombuffer(tokens, np.int64) if tokens else np.empty(0, np.int64)
+    return np.ascontiguousarray(tokens, dtype=np.int64)
+
+
+def address_of(tokens: Tokens) -> int:
+    """Where contiguous tokens lie; valid as long as they do."""
+    address: int = tokens.__array_interface__["data"][0]
+    return address
 
 
 class Chain:
@@ -96,7 +103,7 @@ class Chain:
     grow while the chain lives.
     """
 
-    __slots__ = ("marked", "marks", "page_count", "page_size", "root_key", "tokens")
+    __slots__ = ("address", "marked", "marks", "page_count", "page_size", "root_key", "tokens")
 
     def __init__(
         self,
@@ -104,15 +111,18 @@ class Chain:
         tokens: array[int] | Tokens | Sequence[int],
         page_size: int,
         *,
-        visible: Iterable[VisibleSpan] = (),
+        visible: Sequence[VisibleSpan] = (),
     ) -> None:
         """``tokens`` are the stream's ids; ``visible`` its spans, ascending by ``at``."""
         self.root_key = root_key
         self.page_size = page_size
         self.tokens = as_tokens(tokens)
+        self.address = (
+            tokens.buffer_info()[0] if isinstance(tokens, array) else address_of(self.tokens)
+        )
         self.page_count = len(self.tokens) // page_size
-        self.marks: Mapping[int, Mark] = _marks_by_page(visible, page_size)
-        self.marked = sorted(self.marks)
+        self.marks: Mapping[int, Mark] = _marks_by_page(visible, page_size) if visible else {}
+        self.marked = sorted(self.marks) if visible else ()
 
     def page_bytes(self, page: int) -> bytes:
         """Token bytes of one page: ``page_size * TOKEN_BYTES`` of them, fewer for a partial one."""
@@ -124,16 +134,15 @@ class Chain:
 
     def next_mark(self, page: int) -> int:
         """First page after ``page`` that has a mark, or the number of pages and one."""
-        for marked in self.marked:
-            if marked > page:
-                return marked
-        return self.page_count + 1
+        return next((marked for marked in self.marked if marked > page), self.page_count + 1)
 
 
 def page_key(
     hash_function: HashFunction, parent: bytes, token_bytes: bytes, mark: Mark = NO_MARK
 ) -> PageKey:
     """Key of a page below ``parent`` (:func:`below_root` or :func:`below_page`)."""
+    if not mark:
+        return PageKey(hash_function(parent + token_bytes))
     framed = b"".join(struct.pack("<QQ", at, len(what)) + what for at, what in mark)
     return PageKey(hash_function(parent + token_bytes + framed))
 
@@ -163,7 +172,7 @@ def below_page(page_id: int) -> bytes:
     return b"p" + struct.pack("<Q", page_id)
 
 
-def _marks_by_page(visible: Iterable[VisibleSpan], page_size: int) -> Mapping[int, Mark]:
+def _marks_by_page(visible: Sequence[VisibleSpan], page_size: int) -> Mapping[int, Mark]:
     marks: dict[int, Mark] = {}
     for span in visible:
         page, at = divmod(span.at, page_size)

@@ -84,7 +84,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         )
         self.traffic = Traffic()
         self._model_identity = model_identity
-        self._roots: dict[Namespace, PageKey] = {}
+        self._roots: dict[tuple[str | None, str | None, str | None], PageKey] = {}
         self._page_offsets = torch.arange(self.page_size, dtype=torch.int64, device=self.device)
         if params.enable_metrics:
             self.init_metrics_collector()
@@ -95,12 +95,12 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         self, extra_key: str | None, cache_salt: str | None, lora_id: str | None
     ) -> PageKey:
         """Where the chains of a namespace start."""
-        namespace = Namespace(self._model_identity, extra_key, cache_salt or None, lora_id)
-        key = self._roots.get(namespace)
+        names = extra_key, cache_salt or None, lora_id
+        key = self._roots.get(names)
         if key is None:
             if len(self._roots) >= 4096:  # salts come from outside: bounded, recomputed on demand
                 self._roots.clear()
-            key = self._roots[namespace] = namespace.root_key()
+            key = self._roots[names] = Namespace(self._model_identity, *names).root_key()
         return key
 
     # --- look-up ---------------------------------------------------------------------------------
@@ -120,13 +120,8 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
             root = self.root_key(key.extra_key, key.cache_salt, lora_id)
             found = self.index.match(self.index.chain(root, key.token_ids), len(key))
             path = self.index.path(found.segments(), fork=found.fork)
-        return MatchResult(
-            device_prefix_len=len(path) * self.page_size,
-            last_device_node=path,
-            last_host_node=path,
-            best_match_node=path,
-            host_hit_length=path.fork.rows if path.fork is not None else 0,
-        )
+        rows = path.fork.rows if path.fork is not None else 0
+        return MatchResult(len(path) * self.page_size, path, path, path, rows)
 
     def init_load_back(self, params: Any) -> tuple[int, Path]:
         """Fork the page that a match ended in: its equal rows become the request's own.
@@ -144,7 +139,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
             return 0, path
         source = fork.page_id  # making room may have taken it
         if source is None:
-            self.token_to_kv_pool_allocator.free(self._slots([own]))
+            self._free(np.array([own]))
             return 0, path
         assert self.memory is not None, "forks are only offered where pages can be copied"
         self.memory.copy_rows(source, own, fork.rows)
@@ -170,15 +165,33 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         self.index.match(self.index.chain(root, key.token_ids), len(key))
 
     def path_device_indices(self, node: Path) -> torch.Tensor:
-        """KV slots of a path and of the rows copied behind it, int64."""
-        slots = self._slots(node.page_ids())
-        if node.copied is None:
-            return slots
-        return torch.cat((slots, self._slots([node.copied.page_id])[: node.copied.rows]))
+        """KV slots of a path and of the rows copied behind it, int64; not to be written to."""
+        slots = [
+            self._run_slots(run, len(pages))
+            for segment in node.segments
+            for run, pages in segment.parts()
+        ]
+        if node.copied is not None:
+            slots.append(self._slots(np.array([node.copied.page_id]))[: node.copied.rows])
+        if len(slots) == 1:
+            return slots[0]
+        return torch.cat(slots) if slots else self._slots(np.empty(0, np.int64))
 
-    def _slots(self, page_ids: npt.ArrayLike) -> torch.Tensor:
-        first = torch.from_numpy(np.asarray(page_ids, dtype=np.int64) * self.page_size)
-        return (first.to(self.device)[:, None] + self._page_offsets).reshape(-1)
+    def _run_slots(self, run: Run, pages: int) -> torch.Tensor:
+        """Slots of a run's last pages. All of the run's are kept: what is read once is read again."""
+        slots: torch.Tensor | None = run.memo
+        if slots is None:
+            slots = run.memo = self._slots(run.page_ids)
+        return slots if pages == run.page_count else slots[-pages * self.page_size :]
+
+    def _slots(self, page_ids: npt.NDArray[np.integer[Any]]) -> torch.Tensor:
+        """KV slots of pages, int64 [pages * page_size]."""
+        first = torch.from_numpy(page_ids.astype(np.int64) * self.page_size).to(self.device)
+        return (first[:, None] + self._page_offsets).reshape(-1)
+
+    def _free(self, page_ids: npt.NDArray[np.integer[Any]]) -> None:
+        """Give whole pages back to SGLang's allocator, which then need not look for repetitions."""
+        self.token_to_kv_pool_allocator.free_segment(self._slots(page_ids), start_pos=0)
 
     # --- publication -----------------------------------------------------------------------------
 
@@ -205,7 +218,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
             first = int(published.duplicate_pages[0])
             assert shared + first * size >= protected, "a page of the index was computed again"
             self._repoint(row, shared, first, published)
-            self.token_to_kv_pool_allocator.free(self._slots(published.duplicate_ids))
+            self._free(published.duplicate_ids)
         spans = before.segments[: len(reader.layout.runs)] if reader is not None else ()
         path = self.index.path((*spans, *published.segments()), counted=published.pages)
         self._relock(req, path)
@@ -245,7 +258,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         pages = -(-params.num_tokens // self.page_size)
         freed = self.index.evict(pages, break_holds=True)
         if len(freed):
-            self.token_to_kv_pool_allocator.free(self._slots(freed))
+            self._free(freed)
         tokens = len(freed) * self.page_size
         self.update_eviction_metrics(tokens, started)
         return EvictResult(num_tokens_evicted=tokens)

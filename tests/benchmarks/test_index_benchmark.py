@@ -32,7 +32,7 @@ TINY = Settings(
     sizes=SIZES,
     rounds=1,
     repeats=2,
-    memory_tokens=50_000,
+    memory_tokens=400_000,
     growth_levels=(100_000, 110_000),
     growth_repetitions=2,
 )
@@ -83,9 +83,10 @@ def test_sides_hit_alike_and_spans_are_found(report: dict[str, Any]) -> None:
     assert report["figures"]["spans"]["found_by_prompt"]["python"] == 0
 
 
-def test_a_cached_token_costs_at_least_its_own_bytes(report: dict[str, Any]) -> None:
+def test_a_cached_token_costs_about_its_own_bytes(report: dict[str, Any]) -> None:
+    """Eight for the token itself; so few tokens are within the noise of the heap."""
     for shape in report["figures"]["memory"]["bytes_per_token"].values():
-        assert all(8 <= found < 200 for found in shape.values())
+        assert all(5 < found < 60 for found in shape.values()), shape
 
 
 def test_hits_are_what_the_workload_says() -> None:

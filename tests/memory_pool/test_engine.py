@@ -206,7 +206,7 @@ class EngineMachine(RuleBasedStateMachine):
         published = index.publish(chain, request.pages[:full], counted=request.path.counted)
         if len(published.duplicate_pages):
             assert published.duplicate_pages[0] >= request.protected
-            sealed = next(published.segments()).page_ids()
+            sealed = published.segments()[0].page_ids()
             request.pages[: published.pages] = [int(page) for page in sealed]
             pool.free(published.duplicate_ids)
         path = index.path(published.segments(), counted=published.pages)

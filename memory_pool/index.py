@@ -44,6 +44,7 @@ from .keys import (
     PageKey,
     Tokens,
     VisibleSpan,
+    below_page,
     page_key,
     sibling_order,
     xxh3_128,
@@ -272,33 +273,15 @@ class ContentIndex:
         size = self.page_size
         parent = run.parent
         assert parent is not None and 0 < pages < run.page_count
-        upper = Run(
-            run.root_key,
-            key=run.key,
-            parent=parent,
-            start=run.start,
-            tokens=run.tokens[: pages * size],
-            page_ids=run.page_ids[:pages].copy(),
-            mark=run.mark,
-        )
-        below = run.tokens[pages * size :]
-        key = page_key(self._hash, upper.identity, below[:size].tobytes())
+        identity = below_page(int(run.page_ids[pages - 1]))
+        head = run.tokens[pages * size : (pages + 1) * size].tobytes()
+        key = page_key(self._hash, identity, head)
         if key in self._runs:
             self.counters.collisions += 1
             return None
-        upper.tick, upper.hits = run.tick, run.hits
-        upper.locks, upper.holds = int(run.locks > 0), int(run.holds > 0)
-        upper.children.append(run)
-        parent.children[self._place(parent, run)] = upper
-        run.parent = upper
-        run.reshape(
-            key=key,
-            start=upper.end,
-            tokens=below,
-            page_ids=run.page_ids[pages:].copy(),
-            mark=NO_MARK,
-        )
-        self._runs[upper.key] = upper
+        place = self._place(parent, run)
+        upper = run.split(pages, size, key, identity)
+        parent.children[place] = self._runs[upper.key] = upper
         self._runs[key] = run
         return upper
 
@@ -479,19 +462,12 @@ class ContentIndex:
         """Take up to ``most`` pages off the end of a run; with its last one the run goes."""
         assert evictable(run)
         kept = max(run.page_count - most, 0)
-        gone = run.page_ids[kept:][::-1]
+        gone = run.shorten(kept, self.page_size) if kept else run.page_ids
         self._pages -= len(gone)
         self.counters.evicted_pages += len(gone)
         if kept:
-            run.reshape(
-                key=run.key,
-                start=run.start,
-                tokens=run.tokens[: kept * self.page_size],
-                page_ids=run.page_ids[:kept].copy(),
-                mark=run.mark,
-            )
             self._queue.offer(run)
-            return gone
+            return gone[::-1]
         parent = run.parent
         assert parent is not None
         del self._runs[run.key]
@@ -501,7 +477,7 @@ class ContentIndex:
             self._queue.offer(parent)
         else:
             self._end_namespace(parent)
-        return gone
+        return gone[::-1]
 
     def reset(self) -> None:
         """Forget everything. Paths handed out before turn into no-ops; nothing is freed here."""

@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .keys import (
+    NO_MARK,
     TOKEN_BYTES,
     Chain,
     Mark,
@@ -76,24 +77,55 @@ class Run:
         self.locks = self.holds = self.hits = self.tick = 0
         self.queued = False
         self.alive = True
-        self.reshape(key=key, start=start, tokens=tokens, page_ids=page_ids, mark=mark)
+        self._keep(tokens, page_ids)
+        self._span(key, start, start + len(page_ids), mark)
+        self.identity = below_page(int(page_ids[-1])) if len(page_ids) else below_root(root_key)
 
-    def reshape(
-        self, *, key: PageKey, start: int, tokens: Tokens, page_ids: PageIds, mark: Mark
-    ) -> None:
-        """Make it another stretch of its chain."""
+    def _span(self, key: PageKey, start: int, end: int, mark: Mark) -> None:
         self.key = key
         self.start = start
-        self.end = start + len(page_ids)
-        self.tokens = compact(tokens)
-        self.page_ids = page_ids
-        self.memo: Any = None
+        self.end = end
         self.mark = mark
-        self._address = address_of(self.tokens)
+        self.memo: Any = None
         self.first = leading(sibling_order(self.tokens[:1], mark))
-        self.identity = (
-            below_page(int(page_ids[-1])) if len(page_ids) else below_root(self.root_key)
-        )
+
+    def _keep(self, tokens: Tokens, page_ids: PageIds) -> None:
+        """Hold these pages; of a larger array only while it is less than twice as large."""
+        base = tokens.base
+        if isinstance(base, np.ndarray) and base.nbytes > 2 * tokens.nbytes:
+            tokens = tokens.copy()
+            page_ids = page_ids.copy()
+        self.tokens = tokens
+        self.page_ids = page_ids
+        self._address = address_of(tokens)
+
+    def split(self, upper_pages: int, page_size: int, key: PageKey, identity: bytes) -> Run:
+        """Give the first pages to a new run above, which is returned; the rest goes by ``key``.
+
+        ``identity`` is that of the last page given away.
+        """
+        upper = Run.__new__(Run)
+        upper.root_key, upper.parent, upper.identity = self.root_key, self.parent, identity
+        upper.key, upper.mark, upper.first = self.key, self.mark, self.first
+        upper.start, upper.end = self.start, self.start + upper_pages
+        upper.tick, upper.hits = self.tick, self.hits
+        upper.locks, upper.holds = int(self.locks > 0), int(self.holds > 0)
+        upper.queued, upper.alive, upper.memo, upper.children = False, True, None, [self]
+        tokens, page_ids, cut = self.tokens, self.page_ids, upper_pages * page_size
+        upper._keep(tokens[:cut], page_ids[:upper_pages])
+        self._keep(tokens[cut:], page_ids[upper_pages:])
+        self.parent = upper
+        self._span(key, upper.end, self.end, NO_MARK)
+        return upper
+
+    def shorten(self, pages: int, page_size: int) -> PageIds:
+        """Let go of all but the first ``pages`` pages; returns the others, in row order."""
+        gone = self.page_ids[pages:]
+        self._keep(self.tokens[: pages * page_size], self.page_ids[:pages])
+        self.end = self.start + pages
+        self.identity = below_page(int(self.page_ids[-1]))
+        self.memo = None
+        return gone
 
     @property
     def page_count(self) -> int:
@@ -139,14 +171,6 @@ def joined(parts: list[PageIds]) -> PageIds:
 def leading(order: bytes) -> int:
     """The first token of an order, as a number that sorts as its bytes do."""
     return int.from_bytes(order[:TOKEN_BYTES], "big")
-
-
-def compact(tokens: Tokens) -> Tokens:
-    """A view that owns its memory, or of memory less than twice its size."""
-    base = tokens.base
-    if isinstance(base, np.ndarray) and base.nbytes > 2 * tokens.nbytes:
-        return tokens.copy()
-    return tokens
 
 
 # The records below are made once and never changed. They are not frozen, because that triples the time

@@ -1,4 +1,4 @@
-# make demo | demo-text | test | lint | gpu | venv
+# make demo | demo-text | test | lint | bench | bench-quick | gpu | venv
 #
 # Each target makes .venv first where it is missing (SGLang is 11 GB installed, some minutes).
 # PYTHON is what it is made with, VENV where it lies.
@@ -10,7 +10,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEXT := $(VENV)/.installed-text
 
-.PHONY: demo demo-text test lint gpu venv
+.PHONY: demo demo-text test lint bench bench-quick gpu venv
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -27,6 +27,12 @@ lint: $(INSTALLED)
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
+
+bench: $(INSTALLED)
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.index
+
+bench-quick: $(INSTALLED)
+	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.index --quick
 
 gpu: $(INSTALLED)
 	@echo "Nothing of this version was measured on a GPU. The kernel tests, on the CPU:"

@@ -1,8 +1,9 @@
-"""Bytes that a cached token costs on each side.
+"""Bytes that a cached token costs on each side, as inserted and once it was looked up.
 
 A forked process fills one side and reads by how much its anonymous resident memory grew, after free
 heap was given back to the system: what Python, numpy, torch and Rust allocate all counts alike. Prompts
-are made on the way and dropped; the pools are there before the count starts.
+are made on the way and dropped; the pools are there before the count starts. Then every prompt is looked
+up, slots and all, and the memory is read again: a cache may keep what it derives from its pages.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ from __future__ import annotations
 import ctypes
 import gc
 import multiprocessing
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from .sides import Side, Tokens
+from .sides import NEXT, Side, Tokens, request
 from .workloads import numbered_sequence
 
 METHOD = (
@@ -25,7 +27,15 @@ SHAPES = ("own", "branches")  # sequences of 4,096 tokens; 512 tokens behind one
 _WARM_UP_TOKENS = 200_000
 
 
-def bytes_per_token(build: Callable[[int, int], Side], shape: str, tokens: int) -> float:
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """Bytes per cached token."""
+
+    inserted: float
+    looked_up: float  # after every prompt was looked up once
+
+
+def bytes_per_token(build: Callable[[int, int], Side], shape: str, tokens: int) -> Memory:
     """Memory of a side filled with ``tokens``; ``build(capacity_tokens, row_tokens)`` makes it."""
     context = multiprocessing.get_context("fork")
     here, there = context.Pipe(duplex=False)
@@ -33,7 +43,7 @@ def bytes_per_token(build: Callable[[int, int], Side], shape: str, tokens: int) 
     process.start()
     there.close()
     try:
-        measured: float = here.recv()
+        measured: Memory = here.recv()
     except EOFError:
         raise RuntimeError("the process that measures memory died") from None
     finally:
@@ -45,28 +55,35 @@ def _measure(
     build: Callable[[int, int], Side], shape: str, tokens: int, answer: Connection
 ) -> None:
     side = build(tokens + 2 * _WARM_UP_TOKENS, 8_192)
-    prompts = _prompts(shape)
-    _fill(side, prompts, min(tokens, _WARM_UP_TOKENS))
+    warm = _fill(side, shape, 0, min(tokens, _WARM_UP_TOKENS))
+    _look_up(side, shape, 0, warm)
     tokens_before, bytes_before = _held_tokens(side), _resident_bytes()
-    _fill(side, prompts, tokens_before + tokens)
-    answer.send((_resident_bytes() - bytes_before) / (_held_tokens(side) - tokens_before))
+    end = _fill(side, shape, warm, tokens_before + tokens)
+    added = _held_tokens(side) - tokens_before
+    inserted = (_resident_bytes() - bytes_before) / added
+    _look_up(side, shape, warm, end)
+    answer.send(Memory(inserted, (_resident_bytes() - bytes_before) / added))
     answer.close()
 
 
-def _prompts(shape: str) -> Iterator[Tokens]:
-    prefix = numbered_sequence(0, 4_096)
-    number = 1
-    while True:
-        if shape == "own":
-            yield numbered_sequence(number, 4_096)
-        else:
-            yield prefix + numbered_sequence(number, 512)
-        number += 1
+def _prompt(shape: str, number: int) -> Tokens:
+    if shape == "own":
+        return numbered_sequence(number, 4_096)
+    return numbered_sequence(-1, 4_096) + numbered_sequence(number, 512)
 
 
-def _fill(side: Side, prompts: Iterator[Tokens], until_tokens: int) -> None:
+def _fill(side: Side, shape: str, first: int, until_tokens: int) -> int:
+    """Insert prompts from number ``first`` on; returns the number behind the last."""
+    number = first
     while _held_tokens(side) < until_tokens:
-        side.insert(next(prompts))
+        side.insert(_prompt(shape, number))
+        number += 1
+    return number
+
+
+def _look_up(side: Side, shape: str, first: int, end: int) -> None:
+    for number in range(first, end):
+        side.look_up(request(_prompt(shape, number) + NEXT))
 
 
 def _held_tokens(side: Side) -> int:

@@ -127,18 +127,27 @@ def _add_memory(report: Report, names: Sequence[str], tokens: int) -> None:
         }
         for shape in memory.SHAPES
     }
-    report.figures["memory"] = {"method": memory.METHOD, "tokens": tokens, "bytes_per_token": found}
+    by_state = {
+        f"{shape}, {state}": {name: float(getattr(side, state)) for name, side in sides.items()}
+        for shape, sides in found.items()
+        for state in ("inserted", "looked_up")
+    }
+    report.figures["memory"] = {
+        "method": memory.METHOD,
+        "tokens": tokens,
+        "bytes_per_token": by_state,
+    }
     report.tables.append(
         Table(
             "Bytes per cached token",
             ("shape", *names),
-            [(shape, *(sides[name] for name in names)) for shape, sides in found.items()],
+            [(shape, *sides.values()) for shape, sides in by_state.items()],
         )
     )
-    for shape, sides in found.items():
+    for shape, bytes_of in by_state.items():
         for core in names[1:]:
             name = f"memory.{shape}: bytes per token, ours / {core}"
-            report.checks.append(Check.at_most(name, sides[OURS] / sides[core], 1.0))
+            report.checks.append(Check.at_most(name, bytes_of[OURS] / bytes_of[core], 1.0))
 
 
 def _add_prompts(

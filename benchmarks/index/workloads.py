@@ -113,7 +113,7 @@ def random_tokens(rng: np.random.Generator, count: int) -> Tokens:
 
 def numbered_sequence(number: int, tokens: int) -> Tokens:
     """The sequence of that number, the same whenever it is asked for."""
-    return random_tokens(np.random.default_rng((7, number)), tokens)
+    return random_tokens(np.random.default_rng((7, number + 1)), tokens)
 
 
 def load_trace(directory: Path) -> Trace:

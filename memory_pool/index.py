@@ -38,6 +38,7 @@ from .eviction import PROTECTED_HITS, EvictionQueue, evictable, held_leaf, polic
 from .invariants import check
 from .keys import (
     NO_MARK,
+    TOKEN_BYTES,
     Chain,
     HashFunction,
     Mark,
@@ -49,7 +50,18 @@ from .keys import (
     sibling_order,
     xxh3_128,
 )
-from .runs import Counters, Fork, Match, PageIds, Path, Published, Run, Segment, leading
+from .runs import (
+    Counters,
+    Fork,
+    Match,
+    PageIds,
+    Path,
+    Published,
+    Run,
+    Segment,
+    common_rows,
+    leading,
+)
 
 # Of pages that two requests computed alike: (sealed ids, own ids) -> which hold the same latents
 CompareLatents = Callable[[PageIds, npt.NDArray[np.int64]], npt.NDArray[np.bool_]]
@@ -120,12 +132,15 @@ class ContentIndex:
         root = self._roots.get(chain.root_key)
         if root is None:
             return Match(None, 0)
-        tokens = len(chain.tokens) if limit is None else max(0, min(limit, len(chain.tokens)))
-        run, fork = self._walk(root, chain, tokens)
+        tokens = chain.token_count if limit is None else max(0, min(limit, chain.token_count))
+        run = self._walk(root, chain, tokens)
         self._touch(run)
-        return Match(run, run.end, fork)
+        left = tokens - run.end * self.page_size
+        if left < self._smallest_fork or not run.children:
+            return Match(run, run.end)
+        return Match(run, run.end, self._nearest_child(run, chain, left))
 
-    def _walk(self, root: Run, chain: Chain, tokens: int) -> tuple[Run, Fork | None]:
+    def _walk(self, root: Run, chain: Chain, tokens: int) -> Run:
         """The last run on the way down ``chain``, cut so that it ends where the chain leaves it."""
         size = self.page_size
         run, left = root, tokens
@@ -140,12 +155,10 @@ class ContentIndex:
             if pages < child.page_count:
                 child = self._cut(child, pages)
                 if child is None:
-                    return run, None
+                    break
             run = child
             left = tokens - run.end * size
-        if left < self._smallest_fork or not run.children:
-            return run, None
-        return run, self._nearest_child(run, chain, left)
+        return run
 
     def _child(self, parent: Run, chain: Chain) -> Run | None:
         """The run that goes by the name of the chain's next page, if it may follow ``parent``."""
@@ -168,7 +181,9 @@ class ContentIndex:
         size, children = self.page_size, parent.children
         page = parent.end
         mark = chain.mark(page)
-        wanted = chain.tokens[page * size : page * size + min(size, left)]
+        at = page * size * TOKEN_BYTES
+        wanted = chain.view[at : at + min(size, left) * TOKEN_BYTES].tobytes()
+        least = self._smallest_fork
         low, high = 0, len(children)
         if high > 1:
             head = sibling_order(wanted, mark)
@@ -179,13 +194,13 @@ class ContentIndex:
             low, high = max(place - 1, low), min(place + 1, high)
         best: Fork | None = None
         for child in children[low:high]:
-            equal = child.tokens[: len(wanted)] == wanted
-            first = int(equal.argmin())
-            rows = len(wanted) if equal[first] else first
-            rows = min(rows, size - 1, _visible_alike(child.mark, mark))
-            if rows > (best.rows if best is not None else self._smallest_fork - 1):
-                best = Fork(child, page, rows)
-        return best
+            rows = common_rows(child.raw[: size * TOKEN_BYTES], wanted)
+            if child.mark or mark:
+                rows = min(rows, _visible_alike(child.mark, mark))
+            if rows >= least:
+                best, least = Fork(child, page, rows), rows + 1
+        # An equal page that the walk did not enter goes by a name that is taken: nothing of it is read.
+        return best if best is not None and best.rows < size else None
 
     # --- publication -----------------------------------------------------------------------------
 
@@ -202,7 +217,7 @@ class ContentIndex:
         """
         own = np.asarray(page_ids, dtype=np.int64)[: chain.page_count]
         root = self._roots.get(chain.root_key) or self._begin_namespace(chain.root_key)
-        run, _ = self._walk(root, chain, len(own) * self.page_size)
+        run = self._walk(root, chain, len(own) * self.page_size)
         pages = run.end
         sealed = Segment(run, 0, pages).page_ids()
         duplicates = np.flatnonzero(sealed != own[:pages])
@@ -243,7 +258,7 @@ class ContentIndex:
                 key=key,
                 parent=run,
                 start=start,
-                tokens=chain.tokens[start * size : end * size].copy(),
+                raw=chain.view[start * size * TOKEN_BYTES : end * size * TOKEN_BYTES].tobytes(),
                 page_ids=own[start:end].astype(np.int32),
                 mark=mark,
             )
@@ -274,13 +289,13 @@ class ContentIndex:
         parent = run.parent
         assert parent is not None and 0 < pages < run.page_count
         identity = below_page(int(run.page_ids[pages - 1]))
-        head = run.tokens[pages * size : (pages + 1) * size].tobytes()
-        key = page_key(self._hash, identity, head)
+        at = pages * size * TOKEN_BYTES
+        key = page_key(self._hash, identity, run.raw[at : at + size * TOKEN_BYTES])
         if key in self._runs:
             self.counters.collisions += 1
             return None
         place = self._place(parent, run)
-        upper = run.split(pages, size, key, identity)
+        upper = run.split(pages, size, key)
         parent.children[place] = self._runs[upper.key] = upper
         self._runs[key] = run
         return upper
@@ -300,7 +315,7 @@ class ContentIndex:
             key=PageKey(b""),
             parent=None,
             start=0,
-            tokens=np.empty(0, np.int64),
+            raw=b"",
             page_ids=np.empty(0, np.int32),
             mark=NO_MARK,
         )

@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 
 from .eviction import evictable
-from .keys import PageKey
+from .keys import TOKEN_BYTES, PageKey
 from .runs import Run
 
 
@@ -38,7 +38,7 @@ def check(runs: Mapping[PageKey, Run], roots: Mapping[PageKey, Run], totals: Tot
     for key, run in runs.items():
         assert run.alive and run.key == key, "a run goes by another name"
         assert run.page_count == len(run.page_ids) > 0, "a run without pages"
-        assert len(run.tokens) == run.page_count * size, "tokens and pages differ in length"
+        assert len(run.raw) == run.page_count * size * TOKEN_BYTES, "tokens and pages differ"
         assert run.parent is not None and run.start == run.parent.end, "a gap in a chain"
         assert run.parent.alive and run.parent.root_key == run.root_key
         assert run.queued or not evictable(run), "an evictable run is not queued"

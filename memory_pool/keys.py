@@ -12,7 +12,7 @@ import struct
 from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NewType
+from typing import Any, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -84,16 +84,9 @@ class VisibleSpan:
 
 def as_tokens(tokens: array[int] | Tokens | Sequence[int]) -> Tokens:
     """Token ids, int64 [n]; an ``array("q")`` is read in place and can not grow meanwhile."""
-    if isinstance(tokens, array):
-        assert tokens.typecode == "q"
-        return np.frombuffer(tokens, np.int64) if tokens else np.empty(0, np.int64)
-    return np.ascontiguousarray(tokens, dtype=np.int64)
-
-
-def address_of(tokens: Tokens) -> int:
-    """Where contiguous tokens lie; valid as long as they do."""
-    address: int = tokens.__array_interface__["data"][0]
-    return address
+    if isinstance(tokens, array) and tokens.typecode == "q" and tokens:
+        return np.frombuffer(tokens, np.int64)
+    return np.ascontiguousarray(tokens, np.int64)
 
 
 class Chain:
@@ -103,7 +96,7 @@ class Chain:
     grow while the chain lives.
     """
 
-    __slots__ = ("address", "marked", "marks", "page_count", "page_size", "root_key", "tokens")
+    __slots__ = ("marked", "marks", "page_count", "page_size", "root_key", "token_count", "view")
 
     def __init__(
         self,
@@ -114,19 +107,24 @@ class Chain:
         visible: Sequence[VisibleSpan] = (),
     ) -> None:
         """``tokens`` are the stream's ids; ``visible`` its spans, ascending by ``at``."""
+        flat: Any = (  # mypy knows no buffers before Python 3.12
+            tokens
+            if isinstance(tokens, array) and tokens.typecode == "q"
+            else np.ascontiguousarray(tokens, np.int64)
+        )
         self.root_key = root_key
         self.page_size = page_size
-        self.tokens = as_tokens(tokens)
-        self.address = (
-            tokens.buffer_info()[0] if isinstance(tokens, array) else address_of(self.tokens)
-        )
-        self.page_count = len(self.tokens) // page_size
+        self.token_count = len(flat)
+        self.page_count = self.token_count // page_size
+        # bytes of all tokens, int64 each
+        self.view = memoryview(flat).cast("B") if self.token_count else memoryview(b"")
         self.marks: Mapping[int, Mark] = _marks_by_page(visible, page_size) if visible else {}
         self.marked = sorted(self.marks) if visible else ()
 
     def page_bytes(self, page: int) -> bytes:
         """Token bytes of one page: ``page_size * TOKEN_BYTES`` of them, fewer for a partial one."""
-        return self.tokens[page * self.page_size : (page + 1) * self.page_size].tobytes()
+        width = self.page_size * TOKEN_BYTES
+        return self.view[page * width : (page + 1) * width].tobytes()
 
     def mark(self, page: int) -> Mark:
         """What becomes visible inside the page; empty for a plain page."""
@@ -147,14 +145,14 @@ def page_key(
     return PageKey(hash_function(parent + token_bytes + framed))
 
 
-def sibling_order(tokens: Tokens, mark: Mark) -> bytes:
+def sibling_order(head: bytes, mark: Mark) -> bytes:
     """What orders pages below one parent: those that begin alike, marks included, are neighbours.
 
     Where something becomes visible, a hash of that and of the token stands for the token.
     """
     if not mark:
-        return tokens.tobytes()
-    woven = tokens.copy()
+        return head
+    woven = np.frombuffer(head, np.int64).copy()
     for at, what in mark:
         if at < len(woven):
             seed = int(woven[at]) & (1 << 64) - 1

@@ -8,7 +8,6 @@ index says of pages follows from runs.
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +22,6 @@ from .keys import (
     Mark,
     PageKey,
     Tokens,
-    address_of,
     below_page,
     below_root,
     sibling_order,
@@ -39,7 +37,6 @@ class Run:
     """
 
     __slots__ = (
-        "_address",
         "alive",  # cleared when its last page is evicted, and by a reset
         "children",  # runs below the last page, ordered by `order`
         "end",
@@ -54,10 +51,10 @@ class Run:
         "page_ids",
         "parent",
         "queued",  # has an entry in the eviction queue
+        "raw",  # token bytes, int64 each
         "root_key",
         "start",  # pages before it
         "tick",  # last use, on the logical clock
-        "tokens",
     )
 
     def __init__(
@@ -67,7 +64,7 @@ class Run:
         key: PageKey,
         parent: Run | None,
         start: int,
-        tokens: Tokens,
+        raw: bytes,
         page_ids: PageIds,
         mark: Mark,
     ) -> None:
@@ -77,51 +74,42 @@ class Run:
         self.locks = self.holds = self.hits = self.tick = 0
         self.queued = False
         self.alive = True
-        self._keep(tokens, page_ids)
-        self._span(key, start, start + len(page_ids), mark)
-        self.identity = below_page(int(page_ids[-1])) if len(page_ids) else below_root(root_key)
-
-    def _span(self, key: PageKey, start: int, end: int, mark: Mark) -> None:
         self.key = key
         self.start = start
-        self.end = end
-        self.mark = mark
-        self.memo: Any = None
-        self.first = leading(sibling_order(self.tokens[:1], mark))
-
-    def _keep(self, tokens: Tokens, page_ids: PageIds) -> None:
-        """Hold these pages; of a larger array only while it is less than twice as large."""
-        base = tokens.base
-        if isinstance(base, np.ndarray) and base.nbytes > 2 * tokens.nbytes:
-            tokens = tokens.copy()
-            page_ids = page_ids.copy()
-        self.tokens = tokens
+        self.end = start + len(page_ids)
+        self.raw = raw
         self.page_ids = page_ids
-        self._address = address_of(tokens)
+        self.memo: Any = None
+        self.mark = mark
+        self.first = leading(sibling_order(raw[:TOKEN_BYTES], mark))
+        self.identity = below_page(int(page_ids[-1])) if len(page_ids) else below_root(root_key)
 
-    def split(self, upper_pages: int, page_size: int, key: PageKey, identity: bytes) -> Run:
-        """Give the first pages to a new run above, which is returned; the rest goes by ``key``.
-
-        ``identity`` is that of the last page given away.
-        """
-        upper = Run.__new__(Run)
-        upper.root_key, upper.parent, upper.identity = self.root_key, self.parent, identity
-        upper.key, upper.mark, upper.first = self.key, self.mark, self.first
-        upper.start, upper.end = self.start, self.start + upper_pages
+    def split(self, upper_pages: int, page_size: int, key: PageKey) -> Run:
+        """Give the first pages to a new run above, which is returned; the rest goes by ``key``."""
+        cut = upper_pages * page_size * TOKEN_BYTES
+        upper = Run(
+            self.root_key,
+            key=self.key,
+            parent=self.parent,
+            start=self.start,
+            raw=self.raw[:cut],
+            page_ids=self.page_ids[:upper_pages],
+            mark=self.mark,
+        )
         upper.tick, upper.hits = self.tick, self.hits
         upper.locks, upper.holds = int(self.locks > 0), int(self.holds > 0)
-        upper.queued, upper.alive, upper.memo, upper.children = False, True, None, [self]
-        tokens, page_ids, cut = self.tokens, self.page_ids, upper_pages * page_size
-        upper._keep(tokens[:cut], page_ids[:upper_pages])
-        self._keep(tokens[cut:], page_ids[upper_pages:])
-        self.parent = upper
-        self._span(key, upper.end, self.end, NO_MARK)
+        upper.children.append(self)
+        self.parent, self.key, self.start, self.mark = upper, key, upper.end, NO_MARK
+        self.raw, self.page_ids = self.raw[cut:], self.page_ids[upper_pages:]
+        self.first = leading(self.raw[:TOKEN_BYTES])
+        self.memo = None
         return upper
 
     def shorten(self, pages: int, page_size: int) -> PageIds:
         """Let go of all but the first ``pages`` pages; returns the others, in row order."""
         gone = self.page_ids[pages:]
-        self._keep(self.tokens[: pages * page_size], self.page_ids[:pages])
+        self.raw = self.raw[: pages * page_size * TOKEN_BYTES]
+        self.page_ids = self.page_ids[:pages].copy()
         self.end = self.start + pages
         self.identity = below_page(int(self.page_ids[-1]))
         self.memo = None
@@ -132,9 +120,14 @@ class Run:
         """Pages in this run."""
         return self.end - self.start
 
+    @property
+    def tokens(self) -> Tokens:
+        """Token ids, int64 [pages * page size], read only."""
+        return np.frombuffer(self.raw, np.int64) if self.raw else np.empty(0, np.int64)
+
     def order(self, page_size: int) -> tuple[bytes, PageKey]:
         """Its place among its siblings: those that begin alike stand together."""
-        return sibling_order(self.tokens[:page_size], self.mark), self.key
+        return sibling_order(self.raw[: page_size * TOKEN_BYTES], self.mark), self.key
 
     def common_tokens(self, chain: Chain, limit: int) -> int:
         """How many of its first tokens are those of ``chain`` at the same place, at most ``limit``.
@@ -143,22 +136,35 @@ class Run:
         not reach past the end of the chain.
         """
         size = chain.page_size
-        count = min(len(self.tokens), limit)
+        count = min((self.end - self.start) * size, limit)
         if chain.marked:
             count = min(count, (chain.next_mark(self.start) - self.start) * size)
-        at = self.start * size
-        if _same_bytes(self._address, chain.address + at * TOKEN_BYTES, count * TOKEN_BYTES):
+        at = self.start * size * TOKEN_BYTES
+        if count <= _COPIED_TOKENS and self.raw.startswith(
+            chain.view[at : at + count * TOKEN_BYTES].tobytes()
+        ):
             return count
-        return int((self.tokens[:count] == chain.tokens[at : at + count]).argmin())
+        own = np.frombuffer(self.raw, np.int64, count)
+        equal = own == np.frombuffer(chain.view, np.int64, count, at)
+        first = int(equal.argmin())
+        return count if equal[first] else first
 
 
-_memcmp = ctypes.PyDLL(None).memcmp  # a tenth of what a vectorised comparison costs to call
-_memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memcmp.restype = ctypes.c_int
+# Up to here a copy and a comparison of bytes take less time than numpy needs to begin.
+_COPIED_TOKENS = 8192
 
 
-def _same_bytes(one: int, other: int, count: int) -> bool:
-    return not _memcmp(one, other, count)
+def leading(order: bytes) -> int:
+    """The first token of an order, as a number that sorts as its bytes do."""
+    return int.from_bytes(order[:TOKEN_BYTES], "big")
+
+
+def common_rows(one: bytes, other: bytes) -> int:
+    """Leading tokens that two runs of token bytes share."""
+    width = min(len(one), len(other))
+    differ = int.from_bytes(one[:width], "little") ^ int.from_bytes(other[:width], "little")
+    lowest = (differ & -differ).bit_length() - 1 if differ else width * 8
+    return lowest // (TOKEN_BYTES * 8)
 
 
 def joined(parts: list[PageIds]) -> PageIds:
@@ -166,11 +172,6 @@ def joined(parts: list[PageIds]) -> PageIds:
     if len(parts) == 1:
         return parts[0]
     return np.concatenate(parts) if parts else np.empty(0, np.int32)
-
-
-def leading(order: bytes) -> int:
-    """The first token of an order, as a number that sorts as its bytes do."""
-    return int.from_bytes(order[:TOKEN_BYTES], "big")
 
 
 # The records below are made once and never changed. They are not frozen, because that triples the time

@@ -85,7 +85,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         self.traffic = Traffic()
         self._model_identity = model_identity
         self._roots: dict[tuple[str | None, str | None, str | None], PageKey] = {}
-        self._page_offsets = torch.arange(self.page_size, dtype=torch.int64, device=self.device)
+        self._page_offsets = torch.arange(self.page_size, dtype=torch.int32, device=self.device)
         if params.enable_metrics:
             self.init_metrics_collector()
 
@@ -165,7 +165,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         self.index.match(self.index.chain(root, key.token_ids), len(key))
 
     def path_device_indices(self, node: Path) -> torch.Tensor:
-        """KV slots of a path and of the rows copied behind it, int64; not to be written to."""
+        """KV slots of a path and of the rows copied behind it, int64."""
         slots = [
             self._run_slots(run, len(pages))
             for segment in node.segments
@@ -173,25 +173,25 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         ]
         if node.copied is not None:
             slots.append(self._slots(np.array([node.copied.page_id]))[: node.copied.rows])
-        if len(slots) == 1:
-            return slots[0]
-        return torch.cat(slots) if slots else self._slots(np.empty(0, np.int64))
+        if not slots:
+            return self._slots(np.empty(0, np.int64)).long()
+        return (slots[0] if len(slots) == 1 else torch.cat(slots)).long()
 
     def _run_slots(self, run: Run, pages: int) -> torch.Tensor:
-        """Slots of a run's last pages. All of the run's are kept: what is read once is read again."""
+        """Slots of a run's last pages, int32. All of them are kept: what is read is read again."""
         slots: torch.Tensor | None = run.memo
         if slots is None:
             slots = run.memo = self._slots(run.page_ids)
         return slots if pages == run.page_count else slots[-pages * self.page_size :]
 
     def _slots(self, page_ids: npt.NDArray[np.integer[Any]]) -> torch.Tensor:
-        """KV slots of pages, int64 [pages * page_size]."""
-        first = torch.from_numpy(page_ids.astype(np.int64) * self.page_size).to(self.device)
-        return (first[:, None] + self._page_offsets).reshape(-1)
+        """KV slots of pages, int32 [pages * page_size]."""
+        pages = torch.from_numpy(page_ids.astype(np.int32)).to(self.device)
+        return torch.add(self._page_offsets, pages[:, None], alpha=self.page_size).reshape(-1)
 
     def _free(self, page_ids: npt.NDArray[np.integer[Any]]) -> None:
         """Give whole pages back to SGLang's allocator, which then need not look for repetitions."""
-        self.token_to_kv_pool_allocator.free_segment(self._slots(page_ids), start_pos=0)
+        self.token_to_kv_pool_allocator.free_segment(self._slots(page_ids).long(), start_pos=0)
 
     # --- publication -----------------------------------------------------------------------------
 

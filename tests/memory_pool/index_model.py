@@ -251,7 +251,7 @@ class IndexMachine(RuleBasedStateMachine):
 
     def match(self, stream: Stream, limit: int | None) -> tuple[Match, list[Page]]:
         chain = stream.chain(self.index)
-        tokens = len(chain.tokens) if limit is None else min(limit, len(chain.tokens))
+        tokens = chain.token_count if limit is None else min(limit, chain.token_count)
         known = any(name[0] == stream.namespace for name in self.model)
         found = self.index.match(chain, limit)
         expected = self.walk(stream, chain, tokens) if known else 0

@@ -17,7 +17,8 @@ SMALLEST = PAGE // 8
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
     model: Path = request.getfixturevalue(f"{request.param}_model")
     config = {"link_pages": 1, "span_root": ROOT, "verify": "latents"}
-    with Server(model, "--chunked-prefill-size", "256", config=config) as running:
+    flags = ["--chunked-prefill-size", "256", "--radix-eviction-policy", "slru"]
+    with Server(model, *flags, config=config) as running:
         yield running
 
 
@@ -117,3 +118,8 @@ def test_comparing_latents_changes_no_answer(server: Server) -> None:
     assert state["counters"]["collisions"] == 0
     assert state["pages"]["sealed"] == state["pages"]["evictable"] >= 5
     assert state["paged_tier"]["in_use"] == 0
+
+
+def test_a_page_costs_what_the_ledger_says(server: Server) -> None:
+    assert "B a page, as the ledger has it" in server.log()
+    assert f"{server.state()['page_bytes']} B a page" in server.log()

@@ -119,10 +119,22 @@ _V4_LAYERS = (
 _V3_PRINTED = (
     Printed("bf16", "70.272", Unit.KB, _V3_HARDWARE),
     Printed("mha", "488.0", Unit.GIB, _COMPARISON, 128 * K),
-    Printed("bf16", "8.68", Unit.GIB, _COMPARISON, 128 * K, "rounded or padded; 8.578125 is exact"),
+    Printed(
+        "bf16",
+        "8.68",
+        Unit.GIB,
+        _COMPARISON,
+        128 * K,
+        "how it came about is not known; 8.578125 is exact",
+    ),
     Printed("mha/bf16", "56.2", Unit.TIMES, _COMPARISON, 128 * K, "follows from 8.68"),
     Printed(
-        "fp8-packed", "4.84", Unit.GIB, _COMPARISON, 128 * K, "rounded; rows of 656 B give 4.8848"
+        "fp8-packed",
+        "4.84",
+        Unit.GIB,
+        _COMPARISON,
+        128 * K,
+        "how it came about is not known; rows of 656 B give 4.8848",
     ),
 )
 

@@ -234,6 +234,16 @@ def _notes(ledger: Ledger) -> Iterator[str]:
     for line in ledger.comparisons:
         if not line.agrees:
             yield _difference(line)
+    yield (
+        "A plane is one tensor of a layer, its row cut into regions. Paged planes grow with the "
+        "context; a plane of the arena has a fixed number of rows for each request (its slot). "
+        "A block is the smallest page that splits no row. The row table maps positions to slots on the "
+        "device; the index is what finds pages by their tokens, on the host."
+    )
+    yield (
+        "Smaller: against the first format listed. Rows and memory are those of the default format, or "
+        "of --kv-dtype; SGLang may serve a model in another one. --tp shows what ranks replicate."
+    )
     yield "K = 1,024 tokens. KiB, MiB, GiB, TiB are powers of 1,024 bytes; 1 GiB = 1.0737 GB."
 
 

@@ -68,7 +68,7 @@ def test_deepseek_v3_says_where_printed_figures_differ(capsys: pytest.CaptureFix
         assert figures in out
     assert (
         "Note: bf16 is printed as 8.68 GiB, exact arithmetic gives 8.58 GiB (9.21 GB); "
-        "rounded or padded; 8.578125 is exact." in out
+        "how it came about is not known; 8.578125 is exact." in out
     )
     assert "Note: mha/bf16 is printed as 56.2 x, exact arithmetic gives 56.9 x" in out
     assert (

@@ -103,6 +103,10 @@ def _side(name: str, capacity_tokens: int, row_tokens: int) -> Side:
 
 def _notes(cores: dict[str, str | None]) -> list[str]:
     notes = [
+        "a: long sequences. b: requests that share a prefix; match is on arrival, match_again in the "
+        "next turn. c: spans. d: publication of a, b and c. e: a recorded trace of agents, or a "
+        "synthetic one where --traces names no folder of *.jsonl. Memory is that of the index, not of "
+        "KV: own for sequences without a common prefix, branches for many off one.",
         "Times are processor time of the process: what else runs on the machine does not count. They "
         "are medians over rounds in which the sides take turns; a ratio compares sides in a round.",
         "Match is match_prefix up to the prompt's last token; +slots adds path_device_indices. Insert "

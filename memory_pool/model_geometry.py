@@ -50,9 +50,8 @@ def read_model(config: Config, name: str) -> AnyModel:
     Raises :class:`ModelConfigError` for an architecture that is not known, and for a field that is
     missing or not what it should be.
     """
-    inner = config.get("text_config")
-    if isinstance(inner, Mapping):
-        return read_model(inner, name)
+    while isinstance(inner := config.get("text_config"), Mapping):
+        config = inner
     if "model_type" not in config and "n_layers" in config:
         config = _from_mistral(config)
     reader = _Reader(config, name)
@@ -175,6 +174,10 @@ def _hybrid_kinds(reader: _Reader) -> tuple[HybridKind, ...]:
     return tuple(V4_RATIOS[ratio] for ratio in ratios[:layers])
 
 
+MOST_LAYERS = 10_000
+MOST_ELEMENTS = 10**9  # of anything that is counted in a row, a layer or a window
+
+
 @dataclass(frozen=True, slots=True)
 class _Reader:
     """A config's fields, each checked when it is read."""
@@ -183,7 +186,9 @@ class _Reader:
     name: str
 
     def error(self, wanted: str, found: object) -> ModelConfigError:
-        return ModelConfigError(f"{self.name}: config wants {wanted}, found {found!r}")
+        shown = repr(found)
+        shown = shown if len(shown) <= 80 else shown[:77] + "..."
+        return ModelConfigError(f"{self.name}: config wants {wanted}, found {shown}")
 
     def has(self, field: str) -> bool:
         """Whether the field is there; null counts as not."""
@@ -193,8 +198,9 @@ class _Reader:
         value = self.config.get(field)
         if value is None and default is not None:
             return default
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise self.error(f"{field} as a whole number of at least {least}", value)
+        most = MOST_LAYERS if field == "num_hidden_layers" else MOST_ELEMENTS
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+            raise self.error(f"{field} as a whole number from {least} to {most:,}", value)
         return value
 
     def words(self, field: str, layers: int, known: tuple[str, ...]) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,8 +80,10 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
             eviction_policy=params.eviction_policy,
             protected_hits=(params.eviction_policy_config or {}).get("protected_threshold", 2),
             smallest_fork=smallest_fork(self.page_size) if self.memory is not None else None,
-            compare_latents=self.memory.equal if verify_latents and self.memory else None,
+            compare_latents=self._equal_latents if verify_latents else None,
         )
+        # Set with the scheduler: the stream on which KV is written, None where there is none.
+        self.forward_stream: Callable[[], Any] = lambda: None
         self.traffic = Traffic()
         self._model_identity = model_identity
         self._roots: dict[tuple[str | None, str | None, str | None], PageKey] = {}
@@ -142,6 +144,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
             self._free(np.array([own]))
             return 0, path
         assert self.memory is not None, "forks are only offered where pages can be copied"
+        self._wait_for_forward()
         self.memory.copy_rows(source, own, fork.rows)
         req.host_hit_length = 0  # the rows are on the device already, and are reported so
         self.traffic.forked += fork.rows
@@ -150,6 +153,27 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
     def load_back_is_cache_owned(self) -> bool:
         """Forked rows belong to the request, which publishes them with the rest of their page."""
         return False
+
+    def _wait_for_forward(self) -> None:
+        """Let what follows on the scheduler's stream see KV that a pass in flight still writes.
+
+        SGLang orders the two streams too, but for some backends only as far as rows of tokens go.
+        """
+        if self.device.type == "cpu":
+            return
+        module = torch.get_device_module(self.device)
+        stream = self.forward_stream()
+        if stream is None:
+            module.synchronize()
+        else:
+            module.current_stream().wait_stream(stream)
+
+    def _equal_latents(
+        self, pages: npt.NDArray[np.int32], others: npt.NDArray[np.int64]
+    ) -> npt.NDArray[np.bool_]:
+        assert self.memory is not None
+        self._wait_for_forward()
+        return self.memory.equal(pages, others)
 
     def _allocate_page(self) -> int | None:
         allocator = self.token_to_kv_pool_allocator

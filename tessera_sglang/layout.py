@@ -60,14 +60,12 @@ def find(text: str) -> tuple[AnyModel, KnownModel | None]:
     Raises :class:`LayoutError` where ``text`` is none of them, and ValueError where a config is of no
     use.
     """
-    path = Path(text)
-    if path.is_dir():
-        files = [path / name for name in CONFIG_FILES if (path / name).is_file()]
-        if not files:
-            raise LayoutError(f"{text}: the directory holds no {' and no '.join(CONFIG_FILES)}")
-        return _read(files[0]), None
-    if path.is_file():
-        return _read(path), None
+    try:
+        return _from_path(Path(text)), None
+    except FileNotFoundError:
+        pass
+    except OSError as error:  # too long, not permitted
+        raise LayoutError(f"{text[:60]}: {error.strerror}") from error
     name = text.lower().rpartition("/")[2]
     if name not in KNOWN:
         raise LayoutError(
@@ -77,14 +75,28 @@ def find(text: str) -> tuple[AnyModel, KnownModel | None]:
     return read_model(KNOWN[name].config, name), KNOWN[name]
 
 
+def _from_path(path: Path) -> AnyModel:
+    """Raises FileNotFoundError where there is neither a file nor a directory."""
+    if path.is_dir():
+        files = [path / name for name in CONFIG_FILES if (path / name).is_file()]
+        if not files:
+            raise LayoutError(f"{path}: the directory holds no {' and no '.join(CONFIG_FILES)}")
+        return _read(files[0])
+    path.stat()
+    return _read(path)
+
+
 def _read(path: Path) -> AnyModel:
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise LayoutError(f"{path}: {error}") from error
     if not isinstance(config, dict):
         raise LayoutError(f"{path}: wanted a JSON object, found {type(config).__name__}")
     return read_model(config, path.resolve().parent.name)
+
+
+_MOST_DIGITS = 12
 
 
 def contexts(text: str) -> tuple[int, ...]:
@@ -94,8 +106,11 @@ def contexts(text: str) -> tuple[int, ...]:
         number = part.strip()
         scale = _SUFFIXES.get(number[-1:], 1)
         digits = number[:-1] if scale > 1 else number
-        if not (digits.isascii() and digits.isdigit()) or int(digits) == 0:
-            raise argparse.ArgumentTypeError(f"{part!r} is no context length such as 4096 or 128K")
+        known = digits.isascii() and digits.isdigit() and len(digits) <= _MOST_DIGITS
+        if not known or int(digits) == 0:
+            raise argparse.ArgumentTypeError(
+                f"{part.strip()[:20]!r} is no context length such as 4096 or 128K"
+            )
         found.append(int(digits) * scale)
     return tuple(found)
 

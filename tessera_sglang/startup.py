@@ -88,6 +88,11 @@ def check(view: Any, config: Config, *, mla: bool) -> None:
             f"TESSERA_CONFIG: span_root has {len(config.span_root)} token ids, but it must be whole "
             f"pages of {view.page_size} (--page-size); add or remove ids"
         )
+    if config.verify == "latents" and view.tp_size > 1:
+        raise StartupError(
+            f'TESSERA_CONFIG: verify "latents" with --tp-size {view.tp_size}: ranks hold different '
+            'latents and would disagree on which pages are equal; use "tokens", or --tp-size 1'
+        )
     for flag, wanted in _refused_with_content(view):
         raise StartupError(
             f'{flag} with the content index (TESSERA_CONFIG index "content"): {wanted}; drop the '

@@ -124,6 +124,7 @@ def make_intake(result: Any, scheduler: Any) -> Any:
     if not isinstance(cache, TesseraCache):
         scheduler.tessera_refusal = verdict.refusal or "the model's pool is hybrid"
         return result
+    cache.forward_stream = lambda: getattr(scheduler, "forward_stream", None)
     if scheduler.tp_worker.model_runner.ngram_embedding_manager.enabled:
         verdict = dataclasses.replace(
             verdict, refusal="the model embeds n-grams, which a row in another order would change"

@@ -171,6 +171,48 @@ def test_unusable_configs(
     assert complaint in refused(capsys, str(tmp_path))
 
 
+LLAMA = {
+    "model_type": "llama",
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "num_hidden_layers": 32,
+    "hidden_size": 4096,
+}
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("[" * 200_000 + "]" * 200_000, "recursion"),
+        ('{"text_config":' * 500 + "{}" + "}" * 500, "model_type"),
+        (json.dumps({**LLAMA, "num_hidden_layers": 10**12}), "num_hidden_layers"),
+        (json.dumps({**LLAMA, "head_dim": 10**400}), "head_dim"),
+    ],
+    ids=["deep", "nested", "many layers", "wide"],
+)
+def test_hostile_configs_are_refused_in_one_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, text: str, words: str
+) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(text)
+    message = refused(capsys, str(path))
+    assert words in message
+    assert message.count("\n") == 1
+    assert len(message) < 400
+
+
+def test_a_name_too_long_for_a_path_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert len(refused(capsys, "x" * 5000)) < 200
+
+
+def test_a_reader_that_stops_reading_is_no_error() -> None:
+    command = f"{sys.executable} -m tessera_sglang.cli layout deepseek-v3 | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("deepseek-v3")
+    assert not done.stderr
+
+
 def test_a_directory_without_a_config(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert "holds no config.json and no params.json" in refused(capsys, str(tmp_path))
 

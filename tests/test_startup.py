@@ -24,6 +24,7 @@ PLAIN: dict[str, Any] = {
     "dcp_size": 1,
     "attn_cp_size": 1,
     "attn_dp_size": 1,
+    "tp_size": 1,
     "disable_radix_cache": False,
     "enable_hierarchical_cache": False,
     "enable_lmcache": False,
@@ -253,3 +254,11 @@ def test_a_threshold_that_is_no_number_of_uses_is_refused(value: Any) -> None:
 
 def test_a_threshold_for_slru_is_allowed() -> None:
     check(radix_eviction_policy="slru", radix_eviction_policy_config={"protected_threshold": 4})
+
+
+def test_latents_are_not_compared_across_ranks() -> None:
+    latents = Config(verify="latents")
+    check(latents)
+    check(tp_size=2)
+    with pytest.raises(startup.StartupError, match=r'verify "latents" with --tp-size 2'):
+        check(latents, tp_size=2)

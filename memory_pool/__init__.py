@@ -1,1 +1,11 @@
-"""Where KV lives and how it is found: the content index (engine-free: numpy, torch, xxhash)."""
+"""Where KV lives, what it costs, and how it is found. Engine-free: numpy, torch, xxhash.
+
+* What a page is called: ``keys``. What the index holds and hands out: ``runs``. The content index:
+  ``index``, with ``eviction`` (who goes first) and ``invariants`` (what must hold).
+* What a model keeps: ``planes`` (rows and regions), ``geometry`` (layers, pages, bytes), ``rows`` (the
+  layouts that kernels read), ``models`` and ``model_geometry`` (from a configuration), ``known_models``;
+  ``formats`` and ``ledger`` (what that costs, for people).
+* Where it is kept: ``pool`` over ``paged`` (what grows with the context) and ``arena`` with ``ring`` and
+  ``saved`` (what a request carries along); ``storage`` (tensors), ``units`` (who owns a page or slot),
+  ``handles`` (addresses).
+"""

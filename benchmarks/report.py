@@ -20,6 +20,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from tessera_sglang import tables
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tessera-sglang", "sglang", "torch", "numpy", "xxhash")
 
@@ -67,16 +69,8 @@ class Table:
 
     def render(self) -> str:
         """The table as aligned text."""
-        cells = [[str(c) for c in self.columns], *([_cell(c) for c in row] for row in self.rows)]
-        widths = [max(len(row[i]) for row in cells) for i in range(len(self.columns))]
-        lines = [
-            "  ".join(
-                c.ljust(w) if i == 0 else c.rjust(w)
-                for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            ).rstrip()
-            for row in cells
-        ]
-        return "\n".join([self.title, lines[0], "-" * len(lines[0]), *lines[1:]])
+        rows = tuple(tuple(_cell(cell) for cell in row) for row in self.rows)
+        return "\n".join([self.title, *tables.Table("", tuple(self.columns), rows).lines()])
 
 
 @dataclass(slots=True)

@@ -45,10 +45,10 @@ def policy(name: str, protected_hits: int = PROTECTED_HITS) -> Policy:
 class EvictionQueue:
     """Runs that could go, lowest priority first; O(log runs) each."""
 
-    __slots__ = ("_heap", "_policy", "_serial")
+    __slots__ = ("_heap", "_serial", "priority")
 
     def __init__(self, policy: Policy) -> None:
-        self._policy = policy
+        self.priority = policy
         self._heap: list[tuple[Priority, int, Run]] = []
         self._serial = 0
 
@@ -65,7 +65,7 @@ class EvictionQueue:
             run.queued = False
             if not evictable(run):
                 continue  # offered again when that changes
-            if self._policy(run) == priority:
+            if self.priority(run) == priority:
                 return run
             run.queued = True  # used since it was queued
             self._push(run)
@@ -75,13 +75,9 @@ class EvictionQueue:
         """Forget all entries."""
         self._heap.clear()
 
-    def priority(self, run: Run) -> Priority:
-        """The policy's verdict, for those who order runs themselves."""
-        return self._policy(run)
-
     def _push(self, run: Run) -> None:
         self._serial += 1
-        heapq.heappush(self._heap, (self._policy(run), self._serial, run))
+        heapq.heappush(self._heap, (self.priority(run), self._serial, run))
 
 
 def evictable(run: Run) -> bool:

@@ -333,9 +333,7 @@ class ContentIndex:
         self, segments: Iterable[Segment] = (), *, counted: int = 0, fork: Fork | None = None
     ) -> Path:
         """A path of this generation."""
-        if not isinstance(segments, tuple):
-            segments = tuple(segments)
-        return Path(segments, self.generation, counted, fork)
+        return Path(tuple(segments), self.generation, counted, fork)
 
     def lock(self, path: Path) -> int:
         """A running request reads the path. Returns the number of pages newly locked."""

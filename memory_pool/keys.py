@@ -20,9 +20,8 @@ import xxhash
 
 PageKey = NewType("PageKey", bytes)
 HashFunction = Callable[[bytes], bytes]
-Mark = tuple[
-    tuple[int, bytes], ...
-]  # (token inside the page, what becomes visible there), ascending
+# What becomes visible inside a page: (token inside the page, bytes that name it), ascending
+Mark = tuple[tuple[int, bytes], ...]
 Tokens = npt.NDArray[np.int64]
 
 TOKEN_BYTES = 8  # tokens travel through the engine as array("q")
@@ -107,11 +106,7 @@ class Chain:
         visible: Sequence[VisibleSpan] = (),
     ) -> None:
         """``tokens`` are the stream's ids; ``visible`` its spans, ascending by ``at``."""
-        flat: Any = (  # mypy knows no buffers before Python 3.12
-            tokens
-            if isinstance(tokens, array) and tokens.typecode == "q"
-            else np.ascontiguousarray(tokens, np.int64)
-        )
+        flat: Any = as_tokens(tokens)  # mypy knows no buffers before Python 3.12
         self.root_key = root_key
         self.page_size = page_size
         self.token_count = len(flat)

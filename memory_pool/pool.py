@@ -62,6 +62,17 @@ class TierView:
         counts = (self.available, self.evictable, self.protected, self.in_use)
         assert min(counts) >= 0 and sum(counts) == self.size, f"the tier does not add up: {self}"
 
+    @classmethod
+    def of_pages(cls, index: SealedPages, *, size: int, available: int) -> TierView:
+        """The paged tier: what is neither available nor the index's are open pages."""
+        return cls(
+            size=size,
+            available=available,
+            evictable=index.evictable_pages,
+            protected=index.locked_pages + index.held_pages,
+            in_use=size - available - index.page_count,
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class PoolView:
@@ -161,13 +172,7 @@ class TwoTierPool:
         """What a scheduler may count on. O(slots)."""
         paged, arena = self.paged, self.arena
         return PoolView(
-            paged=TierView(
-                size=paged.size,
-                available=paged.available,
-                evictable=index.evictable_pages,
-                protected=index.locked_pages + index.held_pages,
-                in_use=paged.size - paged.available - index.page_count,
-            ),
+            paged=TierView.of_pages(index, size=paged.size, available=paged.available),
             arena=TierView(
                 size=arena.size,
                 available=arena.available,

@@ -8,15 +8,22 @@ reserved one.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import itertools
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from .geometry import Plane
 from .handles import Handle, RegionTable
-from .units import Ownership
+from .units import AnyIds, Ownership
+
+_COMPARE_BYTES = 8 << 20  # gathered at once, of each side
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Placement(NamedTuple):
@@ -112,3 +119,35 @@ class TierStorage:
             raise KeyError(
                 f"layer {layer} has no plane {plane!r} in this tier; it has {', '.join(have) or 'none'}"
             ) from None
+
+
+def equal_units(
+    layers: Iterable[torch.Tensor],
+    units: AnyIds,
+    others: AnyIds,
+    ranges: Sequence[tuple[int, int]] | None = None,
+) -> npt.NDArray[np.bool_]:
+    """Whether units hold the same bytes in every layer, pair by pair; bool [n].
+
+    ``layers`` are uint8 [units, rows, row_bytes], ``units`` and ``others`` integer [n]; ``ranges`` are
+    the bytes of a row that count, all of them for None. Layer by layer, and in the widest words that
+    the ranges divide into: nine times as fast as all layers at once in bytes, which leaves the
+    processor's cache.
+    """
+    layers = tuple(layers)
+    device = layers[0].device
+    mine, theirs = torch.from_numpy(units).to(device), torch.from_numpy(others).to(device)
+    equal = torch.ones(len(mine), dtype=torch.bool, device=device)
+    for layer in layers:
+        _, rows, row_bytes = layer.shape
+        counted = ((0, row_bytes),) if ranges is None else ranges
+        width = math.gcd(row_bytes, *itertools.chain(*counted), max(_WORDS))
+        words = layer.view(_WORDS[width])
+        step = max(1, _COMPARE_BYTES // (rows * row_bytes))
+        for first in range(0, len(mine), step):
+            part = slice(first, first + step)
+            one, other = words.index_select(0, mine[part]), words.index_select(0, theirs[part])
+            for start, end in counted:
+                columns = slice(start // width, end // width)
+                equal[part] &= (one[..., columns] == other[..., columns]).flatten(1).all(1)
+    return equal.cpu().numpy()

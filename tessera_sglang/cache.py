@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from tessera_sglang.memory_pool.eviction import PROTECTED_HITS
 from tessera_sglang.memory_pool.index import ContentIndex
 from tessera_sglang.memory_pool.keys import Namespace, PageKey, as_tokens
 from tessera_sglang.memory_pool.pool import TierView
@@ -78,7 +79,9 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         self.index = ContentIndex(
             self.page_size,
             eviction_policy=params.eviction_policy,
-            protected_hits=(params.eviction_policy_config or {}).get("protected_threshold", 2),
+            protected_hits=(params.eviction_policy_config or {}).get(
+                "protected_threshold", PROTECTED_HITS
+            ),
             smallest_fork=smallest_fork(self.page_size) if self.memory is not None else None,
             compare_latents=self._equal_latents if verify_latents else None,
         )
@@ -319,13 +322,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         """Every page of SGLang's pool, counted once; requests in flight own what is in use."""
         allocator, size = self.token_to_kv_pool_allocator, self.page_size
         pages, available = allocator.size // size, allocator.available_size() // size
-        return TierView(
-            size=pages,
-            available=available,
-            evictable=self.index.evictable_pages,
-            protected=self.index.locked_pages + self.index.held_pages,
-            in_use=pages - available - self.index.page_count,
-        )
+        return TierView.of_pages(self.index, size=pages, available=available)
 
     # --- the rest of the interface ---------------------------------------------------------------
 

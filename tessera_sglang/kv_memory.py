@@ -16,6 +16,7 @@ import torch
 
 from tessera_sglang.memory_pool.model_geometry import ModelConfigError, read_model
 from tessera_sglang.memory_pool.rows import KvFormat
+from tessera_sglang.memory_pool.storage import equal_units
 
 from .compat import MHATokenToKVPool, MLATokenToKVPool
 
@@ -26,8 +27,6 @@ _FORMATS = {
     torch.float16: KvFormat.FP16,
     torch.float32: KvFormat.FP32,
 }
-
-_COMPARED_BYTES = 32 << 20  # gathered at once, of each side
 
 
 class KvMemory:
@@ -45,16 +44,6 @@ class KvMemory:
         """Bytes of one page in all layers."""
         return sum(pages[0].numel() for pages in self._pages)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all buffers, SGLang's reserved page included."""
-        return sum(pages.numel() for pages in self._pages)
-
-    @property
-    def page_count(self) -> int:
-        """Pages, SGLang's reserved one included."""
-        return len(self._pages[0])
-
     def copy_rows(self, source_page: int, target_page: int, rows: int) -> None:
         """Copy the first ``rows`` tokens of a page in every layer. Slices only, nothing waits."""
         for pages in self._pages:
@@ -64,16 +53,7 @@ class KvMemory:
         self, pages: npt.NDArray[np.int32], others: npt.NDArray[np.int64]
     ) -> npt.NDArray[np.bool_]:
         """Whether pages hold the same bytes in every layer, pair by pair."""
-        device = self._pages[0].device
-        one = torch.from_numpy(pages.astype(np.int64)).to(device)
-        other = torch.from_numpy(others).to(device)
-        equal = torch.ones(len(one), dtype=torch.bool, device=device)
-        step = max(1, _COMPARED_BYTES // self._pages[0][0].numel())
-        for buffer in self._pages:
-            for first in range(0, len(one), step):
-                part = slice(first, first + step)
-                equal[part] &= (buffer[one[part]] == buffer[other[part]]).flatten(1).all(dim=1)
-        return equal.cpu().numpy()
+        return equal_units(self._pages, pages, others)
 
 
 def kv_memory(pool: Any, page_size: int) -> KvMemory | None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .sides import NEXT, Side, request
+from .sides import NEXT, Side, in_turn, request
 from .workloads import numbered_sequence
 
 SEQUENCE_TOKENS = 4_096
@@ -69,7 +69,7 @@ def _fill(sides: Sequence[Side], first: int, end: int) -> dict[str, list[int]]:
     took: dict[str, list[int]] = defaultdict(list)
     for number in range(first, end):
         tokens = numbered_sequence(number, SEQUENCE_TOKENS)
-        for side in _turn(sides, number):
+        for side in in_turn(sides, number):
             took[side.name].append(side.insert(tokens)[1])
     return took
 
@@ -83,7 +83,7 @@ def _look_up(
     for repetition in range(repetitions):
         drawn = rng.choice(count, SAMPLE, replace=False)
         requests = [request(numbered_sequence(int(n), SEQUENCE_TOKENS) + NEXT) for n in drawn]
-        for side in _turn(sides, repetition):
+        for side in in_turn(sides, repetition):
             flush += 1
             for kept in (first, again):
                 found = [side.look_up(req) for req in requests]
@@ -94,8 +94,3 @@ def _look_up(
         {name: float(np.median(costs)) for name, costs in first.items()},
         {name: float(np.median(costs)) for name, costs in again.items()},
     )
-
-
-def _turn(sides: Sequence[Side], number: int) -> Sequence[Side]:
-    turn = number % len(sides)
-    return (*sides[turn:], *sides[:turn])

@@ -10,7 +10,7 @@ index reads or writes KV.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -188,6 +188,12 @@ def build_side(name: str, *, capacity_tokens: int, row_tokens: int, clock: Clock
         row_tokens=row_tokens,
         clock=clock,
     )
+
+
+def in_turn(sides: Sequence[Side], number: int) -> Sequence[Side]:
+    """The sides, another one first for each ``number``."""
+    turn = number % len(sides)
+    return (*sides[turn:], *sides[:turn])
 
 
 def available_cores() -> dict[str, str | None]:

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from .sides import NEXT, OURS, Found, Side, request
+from .sides import NEXT, OURS, Found, Side, in_turn, request
 from .workloads import Prompts, Trace
 
 Calls = dict[str, list[tuple[int, int]]]  # operation -> (nanoseconds, tokens) of each call
@@ -89,8 +89,7 @@ def run_rounds(sides: Sequence[Side], rounds: int, scenario: Callable[[Side], Ou
     """One round to warm up, then ``rounds`` that count."""
     found = Rounds()
     for number in range(rounds + 1):
-        turn = number % len(sides)
-        for side in (*sides[turn:], *sides[:turn]):
+        for side in in_turn(sides, number):
             side.reset()
             gc.collect()
             outcome = scenario(side)

@@ -211,7 +211,7 @@ def test_equal_pages_compares_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     tier.view(1, "kv", "content")[9] = float("nan")
     tier.view(1, "kv", "content")[3] = float("nan")
     tier.view(0, "kv", "content")[11] = -0.0
-    monkeypatch.setattr("tessera_sglang.memory_pool.paged._COMPARE_BYTES", 128)
+    monkeypatch.setattr("tessera_sglang.memory_pool.storage._COMPARE_BYTES", 128)
     same = tier.equal_pages(pages[:6], pages[6:])
     assert same.tolist() == [True, True, True, True, False, True], "bytes, not numbers"
 

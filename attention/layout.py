@@ -99,6 +99,15 @@ class ContextLayout:
         ends = [run.prompt_end for run in self.runs]
         return tuple(int(i) for i in np.searchsorted(self.remaining, ends))
 
+    @cached_property
+    def run_table(self) -> Positions:
+        """One line a run: row start, row end, rotation, `visible_from`. int64 [runs, 4]."""
+        lines = [
+            (run.row_start, run.row_end, run.rotation, visible)
+            for run, visible in zip(self.runs, self.visible_from, strict=True)
+        ]
+        return np.array(lines, dtype=np.int64)
+
     def prompt_positions(self, row_start: int, row_end: int) -> Positions:
         """Prompt positions of ``[row_start, row_end)``. Generated tokens stand where they are."""
         known = self.row_order[row_start:row_end]

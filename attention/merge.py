@@ -63,6 +63,61 @@ def merge_into(
     lse.copy_(merged)
 
 
+def merge_at(
+    out: Tensor,
+    lse: Tensor,
+    part_out: Tensor,
+    part_lse: Tensor,
+    *,
+    rows: slice | Tensor,
+    queries: slice | Tensor,
+) -> None:
+    """Merge the ``rows`` of stacked parts into the ``queries`` that they belong to, in place.
+
+    Args:
+        out: ``[T, H, Dv]`` float32, updated.
+        lse: ``[T, H]`` float32, updated.
+        part_out: ``[N, H, Dv]`` float32 or narrower; part_lse: ``[N, H]`` float32. Not modified.
+        rows: which of the N stacked rows; a slice, or int64 indices.
+        queries: the query of each of them, each at most once; likewise.
+    """
+    if isinstance(rows, slice) and isinstance(queries, slice):
+        merge_into(out, lse, part_out[rows].float(), part_lse[rows], queries)
+        return
+    merged_out, merged_lse = merge(
+        [out[queries], part_out[rows].float()], [lse[queries], part_lse[rows]]
+    )
+    out[queries] = merged_out
+    lse[queries] = merged_lse
+
+
+def merge_by_table(
+    out: Tensor, lse: Tensor, part_out: Tensor, part_lse: Tensor, table: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Merge any number of stacked rows into each query at once; few queries, as in decode.
+
+    Args:
+        out: ``[T, H, Dv]`` float32; lse: ``[T, H]`` float32. Not modified.
+        part_out: ``[N, H, Dv]`` float32 or narrower; part_lse: ``[N, H]`` float32.
+        table: ``[T, S]`` int64, the stacked rows of each query, N where it has no more.
+
+    Returns:
+        ``out [T, H, Dv]`` and ``lse [T, H]``, float32.
+    """
+    if part_lse.shape[0] == 0:
+        return out, lse
+    padded = torch.nn.functional.pad(part_lse, (0, 0, 0, 1), value=-math.inf)  # [N + 1, H]
+    lses = torch.cat([lse[:, None], padded[table]], dim=1)  # [T, 1 + S, H]
+    merged = torch.logsumexp(lses, dim=1)  # [T, H]
+    weights = torch.exp(lses - _finite(merged)[:, None])  # [T, 1 + S, H]
+    result = _shown(out, lse) * weights[:, 0, :, None]
+    at = table.clamp(max=part_lse.shape[0] - 1)
+    for column in range(table.shape[1]):
+        part = part_out.index_select(0, at[:, column]).float()  # [T, H, Dv]
+        result.addcmul_(_shown(part, lses[:, column + 1]), weights[:, column + 1, :, None])
+    return result, merged
+
+
 def _finite(lse: Tensor) -> Tensor:
     """lse with 0 for -inf, so that exp(-inf - lse) of an empty row is 0 and not NaN."""
     return lse.masked_fill(lse == -math.inf, 0.0)

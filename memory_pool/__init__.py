@@ -1,7 +1,8 @@
 """Where KV lives, what it costs, and how it is found. Engine-free: numpy, torch, xxhash.
 
 * What a page is called: ``keys``. What the index holds and hands out: ``runs``. The content index:
-  ``index``, with ``eviction`` (who goes first) and ``invariants`` (what must hold).
+  ``index``, with ``eviction`` (who goes first) and ``invariants`` (what must hold). What of a row may
+  be published at all, and what a publication says of it: ``commit``.
 * What a model keeps: ``planes`` (rows and regions), ``geometry`` (layers, pages, bytes), ``rows`` (the
   layouts that kernels read), ``models`` and ``model_geometry`` (from a configuration), ``known_models``;
   ``formats`` and ``ledger`` (what that costs, for people).

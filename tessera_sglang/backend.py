@@ -1,33 +1,32 @@
 """``--attention-backend tessera``: SGLang's attention interface over parts and kernels.
 
 Reads the keys and values where SGLang's own pools keep them: the compressed rows of an MLA model
-(never expanded), the K and V of any other. A request without spans is one part per layer.
+(never expanded), the K and V of any other. Batches in which nobody reads spans go to the backend that
+SGLang would have used, constructed inside this one, wherever it has one for the model and the device.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tessera_sglang.attention.kernels.torch_kernel import TorchKernel
-from tessera_sglang.attention.merge import merge_into
-from tessera_sglang.attention.plan import Plan, RequestQueries, build_plan
+from tessera_sglang.attention.execute import Executor, Pass, Relocation, stacked_rows
+from tessera_sglang.attention.kernels.base import Phase
+from tessera_sglang.attention.plan import PlanCache
+from tessera_sglang.attention.router import Router
 
+from .batches import phase_of, queries_of, readers_in
 from .compat import (
     AttentionBackend,
-    AttentionBackendRegistry,
     ForwardBatch,
     KVWriteLoc,
     MHATokenToKVPool,
     MLATokenToKVPool,
-    ScheduleBatch,
-    absorbed_mla,
+    SharedReadEnds,
 )
-from .config import BACKEND
-from .reader import Reader, ReaderId, layout_of, reader_of
+from .graphs import SpanGraphs
+from .stock import StockBackend, adopt
 from .survey import Survey
 
 
@@ -35,66 +34,150 @@ class UnservableError(RuntimeError):
     """The model or its pool is not one that the backend can serve."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Batch:
-    """What every layer of one forward pass shares."""
-
-    plan: Plan
-    slots: tuple[Tensor, ...]  # per part, int64 [keys]: where its row positions are stored
-    turns: tuple[tuple[Tensor, Tensor] | None, ...]  # per part, cos and sin of its rotation
-
-
 class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
-    """PyTorch kernel on any device; one part per request, more where it reads spans."""
+    """One part per plain request, more where it reads spans; see :mod:`attention.plan`."""
 
-    def __init__(self, runner: Any, survey: Survey) -> None:
+    def __init__(
+        self,
+        runner: Any,
+        survey: Survey,
+        router: Router,
+        stock: StockBackend | None = None,
+        graphs: SpanGraphs | None = None,
+    ) -> None:
+        """Serve a runner's model.
+
+        Args:
+            runner: SGLang's ``ModelRunner``.
+            survey: what the model lets us do.
+            router: which kernels run its parts.
+            stock: what runs plain batches; None: the router's kernels run those too.
+            graphs: which decode batches with spans are captured; None: none is.
+        """
         super().__init__()
-        self.pool = runner.token_to_kv_pool
+        self.token_to_kv_pool = self.pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
         self.mla = isinstance(self.pool, MLATokenToKVPool)
         _check_pool(self.pool)
         self.req_to_token: Tensor = runner.req_to_token_pool.req_to_token
-        self._rope_start = survey.rope_start
-        self._rotation = survey.rotation.to(runner.device) if survey.rotation else None
-        self.kernel = TorchKernel()
-        self._batch: _Batch | None = None
+        self.router, self.stock, self.graphs = router, stock, graphs
+        shape = router.situation.shape
+        relocation = None
+        if survey.rotation is not None:
+            relocation = Relocation(survey.rotation, survey.rope_start).to(runner.device)
+        self.executor = Executor(shape, relocation)
+        self._plans = PlanCache(stacked_rows=stacked_rows(shape))
+        self._pass: Pass | None = None  # None: a plain batch, in the hands of `stock`
+        if stock is not None:
+            adopt(self, stock.backend)
+        if graphs is not None:
+            graphs.bind(self.executor, router.kernel(Phase.DECODE), self.req_to_token)
+
+    def __getattr__(self, name: str) -> Any:
+        stock = self.__dict__.get("stock")
+        if stock is None:
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return getattr(stock.backend, name)
+
+    @property
+    def forward_metadata(self) -> Any:
+        """Of the stock backend, which SGLang's graph runners keep and restore."""
+        return None if self.stock is None else self.stock.backend.forward_metadata
+
+    @forward_metadata.setter
+    def forward_metadata(self, value: Any) -> None:
+        if self.stock is not None:
+            self.stock.backend.forward_metadata = value
+
+    def plain_backend_name(self, forward_batch: ForwardBatch) -> str | None:
+        """SGLang's backend that serves the batch in hand; None if our kernels do."""
+        if self._pass is not None or self.stock is None:
+            return None
+        return self.stock.name(forward_batch.forward_mode)
 
     # --- once per forward pass -------------------------------------------------------------------
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Build the plan and look up where every row is stored."""
+        self._pass = None
+        phase = phase_of(forward_batch.forward_mode)
+        if self.stock is not None and not readers_in(forward_batch.rids):
+            self.stock.backend.init_forward_metadata(forward_batch)
+            self._count_stock(forward_batch, phase)
+            return
         lengths: list[int] = forward_batch.seq_lens_cpu.tolist()
-        extend = not forward_batch.forward_mode.is_decode_or_idle()
-        queries = forward_batch.extend_seq_lens_cpu if extend else [1] * len(lengths)
-        layouts = [layout_of(rid) for rid in forward_batch.rids or [None] * len(lengths)]
-        requests: list[RequestQueries] = []
-        start = 0
-        for tokens, length, layout in zip(queries, lengths, layouts, strict=True):
-            requests.append(RequestQueries(start, tokens, length, layout))
-            start += tokens
-        plan = build_plan(requests)
-        longest = max(lengths, default=0)
-        rows = self.req_to_token[forward_batch.req_pool_indices, :longest].long()
-        self._batch = _Batch(
-            plan,
-            slots=tuple(rows[p.request, p.key_start : p.key_end] for p in plan.parts),
-            turns=tuple(self._turn(p.rotation) for p in plan.parts),
-        )
+        decode = forward_batch.forward_mode.is_decode_or_idle()
+        tokens = [1] * len(lengths) if decode else forward_batch.extend_seq_lens_cpu
+        plan = self._plans.get(queries_of(forward_batch.rids, tokens, lengths))
+        kernel = self.router.kernel(phase)
+        rows = forward_batch.req_pool_indices
+        self._pass = self.executor.begin(plan, kernel, self.req_to_token, rows)
+        self.router.count(phase, self._pass.launches)
 
-    def _turn(self, rotation: int) -> tuple[Tensor, Tensor] | None:
-        if not rotation:
-            return None
-        assert self._rotation is not None, "a reader was admitted on a model without relocation"
-        return self._rotation.cos_sin(rotation)
+    def _count_stock(self, forward_batch: ForwardBatch, phase: Phase) -> None:
+        assert self.stock is not None
+        self.router.count_named(f"sglang:{self.stock.name(forward_batch.forward_mode)}", phase)
 
-    def support_triton(self) -> bool:
-        """The backend itself launches no Triton kernel."""
-        return False
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Before a CUDA graph is captured or replayed."""
+        self._pass = None
+        step = self.graphs.step(forward_batch, in_capture) if self.graphs is not None else None
+        if step is not None:
+            step.load(forward_batch, self.req_to_token)
+            if not in_capture:
+                self.router.count(Phase.DECODE, 2)
+            return
+        assert self.stock is not None, "graphs are captured where SGLang's backend serves"
+        self.stock.backend.init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        if not in_capture:
+            self._count_stock(forward_batch, phase_of(forward_batch.forward_mode))
+
+    def init_forward_metadata_in_graph(self, forward_batch: ForwardBatch) -> None:
+        """What is captured before the first layer."""
+        step = self.graphs.current if self.graphs is not None else None
+        if step is not None:
+            self._pass = step.begin(forward_batch, self.req_to_token)
+        else:
+            assert self.stock is not None
+            self.stock.backend.init_forward_metadata_in_graph(forward_batch)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Shared buffers of the stock backend; ours are made with each graph."""
+        assert self.stock is not None, "graphs are captured where SGLang's backend serves"
+        self.stock.backend.init_cuda_graph_state(max_bs, max_num_tokens)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Never captured: see :mod:`startup`."""
-        return 1
+        """Length of the requests that pad a captured batch."""
+        if self.stock is None:
+            return 1
+        return int(self.stock.backend.get_cuda_graph_seq_len_fill_value())
+
+    def shared_read_ends(self, fm: Any) -> SharedReadEnds:
+        """Up to the end of the pass: layers read pages by tables that were built before the first."""
+        return SharedReadEnds.UNKNOWN
+
+    def support_triton(self) -> bool:
+        """Whether SGLang may prepare a batch with Triton: on a CPU it can not."""
+        return self.stock is not None
 
     # --- every layer -----------------------------------------------------------------------------
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        layer: Any,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Attention of one layer, ours or SGLang's."""
+        if self.stock is None or self._pass is not None:
+            return super().forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        return self.stock.backend.forward(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
 
     def forward_extend(
         self,
@@ -119,49 +202,20 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
             values = keys[..., : layer.v_head_dim]
         else:
             values = self.pool.get_value_buffer(layer.layer_id)  # [slots, Hkv, Dv]
+        assert self._pass is not None, "init_forward_metadata was not called"
         heads = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)  # [T, H, D]
-        out = self._attend(heads, keys, values, layer)
+        out = self._pass.attend(heads, keys, values, scale=layer.scaling, logit_cap=layer.logit_cap)
         return out.to(q.dtype).reshape(out.shape[0], -1)
 
     forward_decode = forward_extend  # the plan knows the difference
-
-    def _attend(self, q: Tensor, keys: Tensor, values: Tensor, layer: Any) -> Tensor:
-        batch = self._batch
-        assert batch is not None, "init_forward_metadata was not called"
-        out = q.new_zeros((q.shape[0], q.shape[1], values.shape[-1]), dtype=torch.float32)
-        merged = batch.plan.shared_queries  # only these have a log-sum-exp to keep
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32) if merged else None
-        for part, slots, turn in zip(batch.plan.parts, batch.slots, batch.turns, strict=True):
-            rows = slice(part.query_start, part.query_end)
-            part_q = q[rows]
-            if turn is not None:
-                assert self._rotation is not None
-                part_q = self._rotation.rotate_by(part_q, *turn, start=self._rope_start)
-            part_out, part_lse = self.kernel.attend(
-                part_q,
-                keys,
-                values,
-                slots,
-                scale=layer.scaling,
-                causal_from=part.causal_from,
-                logit_cap=layer.logit_cap,
-            )
-            if part.merge:
-                assert lse is not None
-                merge_into(out, lse, part_out, part_lse, rows)
-            else:
-                out[rows] = part_out
-                if lse is not None:
-                    lse[rows] = part_lse
-        return out
 
 
 def _check_pool(pool: Any) -> None:
     """Refuse a pool whose rows are not plain tensors of the model's own dtype."""
     if type(pool) not in (MLATokenToKVPool, MHATokenToKVPool):
         raise UnservableError(
-            f"the KV pool is a {type(pool).__name__}, which Tessera's PyTorch kernel does not read; "
-            "it reads MLATokenToKVPool and MHATokenToKVPool. Drop the flag that selects it, "
+            f"the KV pool is a {type(pool).__name__}, which Tessera's kernels do not read; "
+            "they read MLATokenToKVPool and MHATokenToKVPool. Drop the flag that selects it, "
             "or choose another --attention-backend"
         )
     if pool.store_dtype != pool.dtype:
@@ -169,46 +223,3 @@ def _check_pool(pool: Any) -> None:
             f"the KV pool stores {pool.dtype} packed; drop --kv-cache-dtype, "
             "or choose another --attention-backend"
         )
-
-
-def register_forward_method() -> None:
-    """MLA layers take the absorbed path under our backend, in prefill and in decode."""
-    AttentionBackendRegistry.register(BACKEND, absorbed_mla)
-
-
-def mark_readers(
-    forward_batch: ForwardBatch, cls: Any, batch: ScheduleBatch, *args: Any, **kwargs: Any
-) -> ForwardBatch:
-    """Hook after ``ForwardBatch.init_new``: the layouts of the readers, and prompt positions for them.
-
-    A row position says where KV is stored; the rotary phase of a reader's tokens is that of the
-    prompt. In decode the two agree, since the row is exactly as long as the prompt.
-    """
-    readers = [reader_of(req) for req in batch.reqs]
-    if not any(readers):
-        return forward_batch
-    forward_batch.rids = [
-        ReaderId(req.rid, reader.layout) if reader is not None else req.rid
-        for req, reader in zip(batch.reqs, readers, strict=True)
-    ]
-    if not forward_batch.forward_mode.is_decode_or_idle():
-        forward_batch.positions = _prompt_positions(forward_batch, readers)
-    return forward_batch
-
-
-def _prompt_positions(forward_batch: ForwardBatch, readers: list[Reader | None]) -> Tensor:
-    positions: Tensor = forward_batch.positions.clone()
-    start = 0
-    for reader, before, tokens in zip(
-        readers,
-        forward_batch.extend_prefix_lens_cpu,
-        forward_batch.extend_seq_lens_cpu,
-        strict=True,
-    ):
-        if reader is not None:
-            layout = reader.layout
-            assert before >= layout.shared_tokens, "a reader was scheduled without its spans"
-            own = torch.from_numpy(layout.prompt_positions(before, before + tokens))
-            positions[start : start + tokens] = own.to(positions)
-        start += tokens
-    return positions

@@ -33,6 +33,7 @@ from .compat import (
     Req,
 )
 from .kv_memory import kv_memory
+from .publication import Publication, row_schema
 from .reader import reader_of
 
 logger = logging.getLogger(__name__)
@@ -51,12 +52,20 @@ class Traffic:
 class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
     """``BasePrefixCache`` over :class:`ContentIndex`. Sizes are in tokens, as SGLang wants them."""
 
-    def __init__(self, params: Any, *, model_identity: str, verify_latents: bool = False) -> None:
+    def __init__(
+        self,
+        params: Any,
+        *,
+        model_identity: str,
+        rope_hash: str = "",
+        verify_latents: bool = False,
+    ) -> None:
         """A cache over SGLang's pools.
 
         Args:
             params: SGLang's ``CacheInitParams``.
             model_identity: names what made the KV.
+            rope_hash: names how its keys are rotated.
             verify_latents: compare latents where two requests computed the same page.
 
         Raises:
@@ -84,6 +93,9 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
             ),
             smallest_fork=smallest_fork(self.page_size) if self.memory is not None else None,
             compare_latents=self._equal_latents if verify_latents else None,
+        )
+        self.publication = Publication(
+            row_schema(pool, page_tokens=self.page_size, rope_hash=rope_hash)
         )
         # Set with the scheduler: the stream on which KV is written, None where there is none.
         self.forward_stream: Callable[[], Any] = lambda: None
@@ -225,13 +237,15 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
     def checkpoint(self, req: Req, *, up_to: int, **kwargs: Any) -> None:
         """Seal the full pages of the row up to ``up_to`` and move the request's lock onto them.
 
-        Where the index already has a page, the row is pointed at it before the request's own copy is
-        freed. A page that collides stays private, and so does everything after it.
+        Only rows whose pass is committed are sealed. Where the index already has a page, the row is
+        pointed at it before the request's own copy is freed. A page that collides stays private, and
+        so does everything after it.
         """
         size = self.page_size
         reader = reader_of(req)
         shared = reader.layout.shared_tokens if reader is not None else 0
-        tokens = as_tokens(req.full_untruncated_fill_ids)[shared:up_to]
+        valid = self.publication.publishable(req, up_to)
+        tokens = as_tokens(req.full_untruncated_fill_ids)[shared:valid]
         row = self.req_to_token_pool.req_to_token[req.kv.req_pool_idx]
         page_ids = (row[shared : shared + len(tokens) // size * size : size] // size).cpu().numpy()
         visible = reader.visible_spans if reader is not None else ()
@@ -249,7 +263,12 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         spans = before.segments[: len(reader.layout.runs)] if reader is not None else ()
         path = self.index.path((*spans, *published.segments()), counted=published.pages)
         self._relock(req, path)
-        req.kv.cache_protected_len = max(protected, shared + published.pages * size)
+        end = shared + published.pages * size
+        if end > protected:
+            assert published.run is not None
+            added = Segment(published.run, (protected - shared) // size, published.pages)
+            self.publication.record(req, (protected, end), added.page_ids())
+            req.kv.cache_protected_len = end
 
     def _repoint(self, row: torch.Tensor, shared: int, first: int, published: Published) -> None:
         """Point the row at the sealed pages from page ``first`` of the chain on."""
@@ -264,6 +283,10 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         self.unlock(req.lock)
         req.lock = lock
         req.last_node = path
+
+    def on_release(self, req: Req, *, checkpointed: bool) -> None:
+        """The request gave its row back: finished, aborted or retracted."""
+        self.publication.release(req)
 
     # --- references and eviction -----------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from sglang.srt.layers.attention.attention_registry import (
     ATTENTION_BACKENDS,
     register_attention_backend,
 )
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddReqResult
@@ -41,6 +41,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.memory_pool import (
+    DSATokenToKVPool,
     KVWriteLoc,
     MHATokenToKVPool,
     MLATokenToKVPool,
@@ -48,12 +49,13 @@ from sglang.srt.mem_cache.memory_pool import (
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.models.deepseek_common.attention_backend_handler import (
     AttentionBackendRegistry,
     _dispatch_mla_subtype,
 )
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import attention_backends
+from sglang.srt.runtime_context import attention_backends, get_platform
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 __all__ = [
@@ -64,6 +66,7 @@ __all__ = [
     "AttentionType",
     "BasePrefixCache",
     "ComponentType",
+    "DSATokenToKVPool",
     "DecLockRefResult",
     "EvictParams",
     "EvictResult",
@@ -81,15 +84,23 @@ __all__ = [
     "Req",
     "SamplingParams",
     "ScheduleBatch",
+    "SharedReadEnds",
     "TreeCacheBuildContext",
     "absorbed_mla",
     "add_attention_backend_choices",
     "attention_backends",
     "attention_backends_of",
+    "attn_backend_of",
+    "build_backend",
+    "capture_attention_variant",
     "check_version",
+    "compute_capability",
+    "current_backend",
     "declare_resolution",
-    "default_backend",
+    "default_backend_name",
     "envs",
+    "has_flashinfer",
+    "hybrid_backend",
     "install",
     "platform_is_plugin_cpu",
     "register_attention_backend",
@@ -167,10 +178,53 @@ def platform_is_plugin_cpu() -> bool:
     return bool(current_platform.is_out_of_tree() and current_platform.device_type == "cpu")
 
 
-def default_backend(runner: Any) -> Any:
-    """What SGLang would use for the model on this device, had nobody chosen."""
-    name = get_default_attn_backend(runner.server_args, runner.use_mla_backend, runner.model_config)
+def build_backend(runner: Any, name: str) -> Any:
+    """One of SGLang's attention backends."""
     return ATTENTION_BACKENDS[name](runner)
+
+
+def hybrid_backend(runner: Any, prefill: Any, decode: Any) -> Any:
+    """SGLang's backend that has another for each phase."""
+    from sglang.srt.layers.attention.hybrid_attn_backend import HybridAttnBackend
+
+    return HybridAttnBackend(runner, prefill, decode)
+
+
+def current_backend() -> Any:
+    """What attends in the forward pass in hand; the part of a hybrid model that pages."""
+    backend = get_attn_backend()
+    return getattr(backend, "full_attn_backend", backend)
+
+
+def attn_backend_of(runner: Any) -> Any:
+    """The backend of a runner."""
+    return runner.attn_backend
+
+
+def capture_attention_variant() -> str | None:
+    """Which attention variant SGLang's decode runner is capturing."""
+    from sglang.srt.model_executor.runner_utils.capture_mode import get_capture_attention_variant
+
+    found: str | None = get_capture_attention_variant()
+    return found
+
+
+def default_backend_name(runner: Any) -> str:
+    """What SGLang would use for the model on this device, had nobody chosen."""
+    return str(
+        get_default_attn_backend(runner.server_args, runner.use_mla_backend, runner.model_config)
+    )
+
+
+def compute_capability(device: str) -> tuple[int, int] | None:
+    """Of the GPU; None on other devices. Makes no CUDA context where there is none yet."""
+    generation: int = get_platform().device_sm if device == "cuda" else 0
+    return divmod(generation, 10) if generation else None
+
+
+def has_flashinfer() -> bool:
+    """Whether SGLang may build backends that need FlashInfer."""
+    return bool(get_platform().has_flashinfer)
 
 
 def _wraps(found: Any, function: Callable[..., Any]) -> bool:

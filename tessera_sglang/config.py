@@ -1,7 +1,7 @@
 """``TESSERA_CONFIG``: what a server is told, checked before it starts.
 
-JSON text, or ``@path`` of a JSON file. Unknown keys, wrong types and values whose feature this
-version does not have refuse the start with a message that names the key and the remedy.
+JSON text, or ``@path`` of a JSON file. Unknown keys, wrong types and keys whose feature this version
+does not have refuse the start with a message that names the key and the remedy.
 """
 
 from __future__ import annotations
@@ -30,17 +30,9 @@ _LATER: dict[str, str] = {
     "require_salt": "set cache_salt in the requests that need it",
     "private_spans": "set cache_salt or extra_key in the requests that need it",
 }
-_LATER_VALUES: dict[str, dict[str, str]] = {
-    "kernel": {
-        "flashmla": 'use "auto" or "torch"',
-        "flashinfer": 'use "auto" or "torch"',
-        "triton": 'use "auto" or "torch"',
-        "tilelang": 'use "auto" or "torch"',
-    },
-}
 _MEANING: dict[str, str] = {
     "index": '"content" or "radix"',
-    "kernel": '"auto" or "torch"',
+    "kernel": '"auto", "flashmla", "flashinfer", "triton", "tilelang" or "torch"',
     "link_pages": "a whole number from 0 on",
     "span_root": '"auto", "none", a text, or a list of token ids',
     "verify": '"tokens" or "latents"',
@@ -55,7 +47,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """Settings of this version. See the README for what each one does."""
 
     index: Literal["content", "radix"] = "content"
-    kernel: Literal["auto", "torch"] = "auto"
+    kernel: Literal["auto", "flashmla", "flashinfer", "triton", "tilelang", "torch"] = "auto"
     link_pages: int = 1
     span_root: str | list[int] = "auto"
     verify: Literal["tokens", "latents"] = "tokens"
@@ -96,11 +88,6 @@ def _checked(raw: Any) -> Config:
         if key not in _MEANING:
             known = ", ".join(sorted(_MEANING))
             raise ConfigError(f"{VARIABLE}: unknown key {key!r}; remove it. Known keys: {known}")
-        later = _LATER_VALUES.get(key, {}).get(value) if isinstance(value, str) else None
-        if later is not None:
-            raise ConfigError(
-                f"{VARIABLE}: {key} = {value!r} is not available in this version; {later}"
-            )
         try:
             config = msgspec.convert({key: value}, Config, strict=True)
         except msgspec.ValidationError as error:

@@ -12,10 +12,12 @@ import os
 from array import array
 from typing import Any
 
+from tessera_sglang.attention.router import Router
 from tessera_sglang.memory_pool.keys import TOKEN_BYTES, page_digest
 
 from .cache import TesseraCache
 from .compat import ComponentType
+from .kernels import router_of
 
 VARIABLE = "TESSERA_INSPECT_PAGES"
 
@@ -46,10 +48,32 @@ def add_state(result: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
             "counters": dataclasses.asdict(index.counters),
             "traffic": dataclasses.asdict(cache.traffic),
         }
+    router = router_of(scheduler.tp_worker.model_runner)
+    if router is not None:
+        state |= kernels_state(router)
     if os.environ.get(VARIABLE) == "1":
         state["cached_pages"] = _content_pages(cache) if content else _tree_pages(cache, size)
     result.internal_state["tessera"] = state
     return result
+
+
+def kernels_state(router: Router) -> dict[str, Any]:
+    """Which kernel runs what and why, and what ran."""
+    counts = router.dispatches
+    dispatches: dict[str, dict[str, int]] = {}
+    for (kernel, phase), launches in counts.launches.items():
+        dispatches.setdefault(kernel, {})[phase] = launches
+    return {
+        "kernels": {
+            phase.value: {"kernel": route.name, "reason": route.reason}
+            for phase, route in router.routes.items()
+        },
+        "dispatches": dispatches,
+        "fallbacks": [
+            {"wanted": wanted, "got": got, "reason": reason, "passes": passes}
+            for (wanted, got, reason), passes in counts.fallbacks.items()
+        ],
+    }
 
 
 def _content_pages(cache: TesseraCache) -> list[tuple[str, int]]:

@@ -11,10 +11,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from tessera_sglang.attention.layout import ContextLayout, SharedRun
+from tessera_sglang.attention.plan import Ints
 from tessera_sglang.memory_pool.index import ContentIndex
 from tessera_sglang.memory_pool.keys import Chain, VisibleSpan
-from tessera_sglang.memory_pool.runs import Path
+from tessera_sglang.memory_pool.runs import Path, Segment
 
 ATTRIBUTE = "tessera_reader"
 
@@ -45,6 +48,7 @@ class Reader:
     path_epoch: tuple[int, int] = (-1, -1)  # of the index, when the path was last seen intact
     computed_tokens: int = 0  # shared tokens that this reader's own span prefills computed
     _chain: tuple[int, Chain] | None = None
+    _sources: tuple[tuple[Segment, ...], Ints] | None = None
 
     @property
     def distinct_bodies(self) -> list[Body]:
@@ -79,6 +83,20 @@ class Reader:
             self._chain = length, index.chain(root_key, tokens, self.visible_spans)
         return self._chain[1]
 
+    def sources(self, req: Any) -> Ints:
+        """An id of the physical pages behind each shared run of a running request. int64 [runs]
+
+        A page has one place in the index for as long as anybody holds it, so the last page of a run and
+        the number of its pages name all of them.
+        """
+        spans = req.last_node.segments[: len(self.layout.runs)]
+        kept = self._sources
+        if kept is None or any(a is not b for a, b in zip(kept[0], spans, strict=True)):
+            pages = [segment.page_ids() for segment in spans]
+            ids = [int(found[-1]) << 32 | len(found) for found in pages]
+            kept = self._sources = spans, np.array(ids, dtype=np.int64)
+        return kept[1]
+
     def assemble(self, index: ContentIndex, found: Sequence[Path]) -> Path:
         """Path over the visible pages of each run's body in row order; it keeps the others too."""
         first = [_first_visible_page(run, self.layout) for run in self.layout.runs]
@@ -102,22 +120,19 @@ def attach(req: Any, reader: Reader | None) -> None:
 
 
 class ReaderId(str):
-    """A request id in a batch that carries the reader's layout.
+    """A request id in a batch that carries the reader's layout and the pages behind its runs.
 
     A batch on its way to the model is copied field by field, and its list of ids is what arrives.
     Looking the layout up by the id would not do: clients choose ids, also each other's.
     """
 
-    __slots__ = ("layout",)
+    __slots__ = ("layout", "sources")
     layout: ContextLayout
+    sources: Ints
 
-    def __new__(cls, rid: str, layout: ContextLayout) -> ReaderId:
-        """``rid`` with the layout beside it."""
+    def __new__(cls, rid: str, layout: ContextLayout, sources: Ints) -> ReaderId:
+        """``rid`` with the rest beside it; see `Reader.sources`."""
         made = super().__new__(cls, rid)
         made.layout = layout
+        made.sources = sources
         return made
-
-
-def layout_of(rid: str | None) -> ContextLayout | None:
-    """The layout of a request in a batch, None for a plain one."""
-    return rid.layout if isinstance(rid, ReaderId) else None

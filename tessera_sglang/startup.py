@@ -12,10 +12,12 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from tessera_sglang.attention.router import RouteError
 from tessera_sglang.memory_pool import eviction
 
 from . import compat
 from .config import BACKEND, Config, load
+from .kernels import check_wanted
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +39,7 @@ def selected(server_args: Any) -> bool:
 
 
 def choose_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Resolution step: page size, no graphs, a quiet idle loop on a CPU."""
+    """Resolution step: the page size, and on a CPU no graphs and a quiet idle loop."""
     view = compat.resolving_view(server_args)
     if view.device is None and _on_cpu(view):
         # SGLang's own detection trips over an out-of-tree CPU, whatever the backend
@@ -49,10 +51,11 @@ def choose_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
             )
     if selected(server_args):
         load()  # a bad TESSERA_CONFIG stops the start here
-        chosen: dict[str, Any] = {"disable_cuda_graph": True}  # the kernel follows lengths
+        chosen: dict[str, Any] = {}
         if view.page_size is None:
             chosen["page_size"] = PAGE_TOKENS
         if _on_cpu(view):
+            chosen["disable_cuda_graph"] = True
             chosen["sleep_on_idle"] = True  # an idle scheduler would burn a core
         compat.declare_resolution(server_args, BACKEND, **chosen)
         logger.info("tessera selects %s", chosen)
@@ -63,7 +66,12 @@ def refuse_contradictions(server_args: Any, previous: Callable[[Any], None]) -> 
     """Resolution step: stop when flags contradict each other."""
     previous(server_args)
     if selected(server_args):
-        check(compat.resolving_view(server_args), load(), mla=compat.use_mla_backend(server_args))
+        view, config = compat.resolving_view(server_args), load()
+        check(view, config, mla=compat.use_mla_backend(server_args))
+        try:
+            check_wanted(config.kernel, view.device)
+        except RouteError as error:
+            raise StartupError(str(error)) from error
 
 
 def check(view: Any, config: Config, *, mla: bool) -> None:

@@ -6,23 +6,36 @@ import dataclasses
 import logging
 from typing import Any
 
-from . import scheduling, spans
+from tessera_sglang.attention.kernels.base import Phase
+
+from . import metrics, scheduling, spans
 from .accounting import account
-from .backend import TesseraBackend, mark_readers, register_forward_method
+from .backend import TesseraBackend
+from .batches import mark_readers
 from .cache import TesseraCache
 from .compat import (
     Hook,
     HookType,
     MLATokenToKVPool,
     attention_backends,
-    default_backend,
+    default_backend_name,
     verify,
 )
 from .config import BACKEND, load
+from .graphs import (
+    SpanGraphs,
+    can_run_graph,
+    can_run_prefill_graph,
+    graph_variants,
+    serve,
+)
 from .inspection import add_state
 from .intake import SpanIntake, SpanSettings, is_span_prefill
+from .kernels import make_router, stock_of
 from .kv_memory import compare_with_ledger
+from .publication import rope_hash, run_pass
 from .root import root_tokens
+from .stock import build_stock, register_forward_method, stand_aside
 from .survey import LatentRow, Survey, survey
 
 logger = logging.getLogger(__name__)
@@ -54,19 +67,30 @@ def make_backend(runner: Any) -> Any:
     register_forward_method()
     verdict = survey_of(runner)
     if verdict.foreign is not None:
+        name = default_backend_name(runner)
         logger.warning(
-            "attention goes to SGLang's default kernels, with prefix reuse and without spans: %s",
+            "attention goes to SGLang's %s backend, with prefix reuse and without spans: %s",
+            name,
             verdict.foreign,
         )
-        return default_backend(runner)
-    backend = TesseraBackend(runner, verdict)
+        return stand_aside(build_stock(runner, name, name))
+    config = load()
+    router = make_router(runner, config.kernel)
+    choice = stock_of(runner, router)
+    if choice.names is None:
+        logger.info("plain batches: the same kernels (%s)", choice.reason)
+        return TesseraBackend(runner, verdict, router)
     logger.info(
-        "attention kernel: %s on %s (%s rows)",
-        backend.kernel.capabilities.name,
-        runner.device,
-        "compressed MLA" if backend.mla else "K/V",
+        "plain batches: SGLang's %s prefill and %s decode (%s)", *choice.names, choice.reason
     )
-    return backend
+    stock = build_stock(runner, *choice.names)
+    if config.index == "radix":  # nobody reads spans, so every batch is plain
+        return stand_aside(stock)
+    graphs = None
+    if verdict.refusal is None and router.kernel(Phase.DECODE).capabilities.graph_safe:
+        graphs = SpanGraphs(context_tokens=runner.model_config.context_len, device=runner.device)
+        serve(graphs)
+    return TesseraBackend(runner, verdict, router, stock, graphs)
 
 
 # --- cache and intake ----------------------------------------------------------------------------
@@ -99,8 +123,15 @@ def make_cache(original: Any, ctx: Any) -> Any:
         )
     )
     logger.info("index: content index, pages of %d tokens", ctx.params.page_size)
+    rotation = survey_of(ctx.tp_worker.model_runner).rotation
     cache = TesseraCache(
-        ctx.params, model_identity=identity, verify_latents=config.verify == "latents"
+        ctx.params,
+        model_identity=identity,
+        rope_hash=rope_hash(
+            getattr(model, "hf_text_config", model.hf_config),
+            pairing=rotation.pairing.value if rotation is not None else "unknown",
+        ),
+        verify_latents=config.verify == "latents",
     )
     if cache.memory is None:
         logger.info("index: partly equal pages are computed, not forked: unknown pool layout")
@@ -216,6 +247,8 @@ def send_abort(original: Any, scheduler: Any, abort: Any, req: Any) -> Any:
 
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_DECODE_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
 HOOKS = (
     Hook("sglang.srt.mem_cache.registry.default_radix_cache_factory", HookType.AROUND, make_cache),
     Hook(f"{_SCHEDULER}.init_schedule_policy", HookType.AFTER, make_intake),
@@ -237,6 +270,7 @@ HOOKS = (
         HookType.AFTER,
         account,
     ),
+    Hook(f"{_SCHEDULER}.run_batch", HookType.AROUND, run_pass),
     Hook(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
         HookType.AFTER,
@@ -249,5 +283,15 @@ HOOKS = (
         stream,
     ),
     Hook(f"{_SCHEDULER}.send_abort_output", HookType.AROUND, send_abort),
+    Hook(f"{_DECODE_RUNNER}.create_attention_graph_variants", HookType.AROUND, graph_variants),
+    Hook(f"{_DECODE_RUNNER}.DecodeCudaGraphRunner.can_run_graph", HookType.AROUND, can_run_graph),
+    Hook(
+        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
+        ".PrefillCudaGraphRunner.can_run_graph",
+        HookType.AROUND,
+        can_run_prefill_graph,
+    ),
     Hook(f"{_SCHEDULER}.get_internal_state", HookType.AFTER, add_state),
+    Hook(f"{_REPORTER}.log_batch_result_stats", HookType.AFTER, metrics.after_pass),
+    Hook(f"{_REPORTER}._maybe_log_idle_metrics", HookType.AFTER, metrics.when_idle),
 )

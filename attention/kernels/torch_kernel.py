@@ -14,7 +14,8 @@ follow from walking keys in order:
 Grouped heads are never repeated: the G query heads of a KV head are stacked as rows,
 ``[Hkv, T·G, D]``, and meet its keys in one batched matmul. For MLA that is all heads at once.
 
-The alternative, ``F.scaled_dot_product_attention``, does not return the lse that merging needs.
+Where PyTorch has flash attention that returns the lse, on a CPU for keys as wide as values, that is
+used (`torch_flash`). ``F.scaled_dot_product_attention`` itself returns no lse.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import Capabilities
+from . import torch_flash, torch_parts
+from .base import AttentionShape, Capabilities, Phase, RowFormat, Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +52,40 @@ class TorchKernel:
         name="torch",
         devices=frozenset({"cpu", "cuda", "xpu"}),
         dtypes=frozenset({torch.float32, torch.bfloat16, torch.float16}),
-        page_sizes=None,
-        max_qk_dim=None,
-        max_v_dim=None,
+        phases=frozenset(Phase),
+        page_tokens=None,
+        widths=None,
+        latent=True,
+        grouped=True,
         causal=True,
+        logit_cap=True,
         lse_base="e",
-        graph_safe=False,  # the number of keys is a shape: a replay could not follow it
+        graph_safe=True,  # static work: masked to its capacity, see `torch_parts`
+        reads="slots",
+        rows=frozenset(RowFormat),
     )
 
     def __init__(self, blocks: Blocks | None = None) -> None:
         self._blocks = blocks
+
+    def prepare(self, work: Work, shape: AttentionShape, *, scale: float) -> torch_parts.Prepared:
+        """See `Kernel.prepare`. Nothing to schedule."""
+        return torch_parts.Prepared(work, shape, scale)
+
+    @torch.no_grad()
+    def run(
+        self,
+        prepared: torch_parts.Prepared,
+        q: Tensor,
+        key_buffer: Tensor,
+        value_buffer: Tensor,
+        *,
+        logit_cap: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """See `Kernel.run`. Part by part; static work all at once."""
+        if prepared.work.static:
+            return torch_parts.run_static(prepared, q, key_buffer, value_buffer, logit_cap)
+        return torch_parts.run(self.attend, prepared, q, key_buffer, value_buffer, logit_cap)
 
     @torch.no_grad()
     def attend(
@@ -73,7 +99,22 @@ class TorchKernel:
         causal_from: int | None,
         logit_cap: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
-        """See `Kernel.attend`. O(T·S) time; memory for one block beside the result."""
+        """Attend to the keys in ``slots``, in that order: one part. O(T·S) time, memory for a block.
+
+        Args:
+            q: ``[T, H, D]`` float, any strides; query head h reads KV head ``h // (H/Hkv)``.
+            key_buffer: ``[num_slots, Hkv, D]``; value_buffer: ``[num_slots, Hkv, Dv]``, for MLA the
+                view ``key_buffer[..., :kv_lora_rank]``.
+            slots: ``[S]`` int64. No other slot is read, whatever it holds.
+            scale: of the scores.
+            causal_from: number of keys before the first query row: row i sees keys
+                ``j <= causal_from + i``. ``None``: every row sees every key.
+            logit_cap: scores become ``cap · tanh(score / cap)``; 0 = none.
+
+        Returns:
+            ``out [T, H, Dv]`` float32 and natural-log ``lse [T, H]`` float32, both new; a row that sees
+            no key has out 0 and lse -inf.
+        """
         rows, heads, _ = q.shape
         _, kv_heads, v_dim = value_buffer.shape
         assert heads % kv_heads == 0, (heads, kv_heads)
@@ -98,6 +139,12 @@ class TorchKernel:
                 )
             return out, lse
 
+        if self._blocks is None and torch_flash.suits(q, key_buffer, value_buffer, logit_cap):
+            found = torch_flash.attend(
+                q, key_buffer, value_buffer, slots[:keys], scale=scale, causal_from=causal_from
+            )
+            if found is not None:
+                return found
         blocks = self._blocks or (_CPU_BLOCKS if q.device.type == "cpu" else _GPU_BLOCKS)
         values_at = _values_inside_keys(key_buffer, value_buffer)
         # Few rows, as in decode: let the block of keys grow until the scores fill theirs.

@@ -5,21 +5,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from tessera_sglang.attention.kernels.base import Kernel
+from tessera_sglang.attention.kernels import torch_flash
+from tessera_sglang.attention.kernels.base import AttentionShape, Phase
 from tessera_sglang.attention.kernels.torch_kernel import Blocks, TorchKernel
 from tessera_sglang.attention.merge import merge, merge_into
 from tessera_sglang.attention.reference import attend_reference
 from tessera_sglang.attention.rope import Pairing, RelativeRotation, yarn_inv_freq
 
-DEFAULT: Kernel = TorchKernel()
-TINY: Kernel = TorchKernel(Blocks(keys=32, scores=1024, gathered=4096, diagonal=8))
+DEFAULT = TorchKernel()
+TINY = TorchKernel(Blocks(keys=32, scores=1024, gathered=4096, diagonal=8))
 LENGTHS = [1, 63, 64, 65, 127, 128, 129]
 
 
@@ -61,7 +62,7 @@ def visible(rows: int, keys: int, causal_from: int | None) -> Tensor:
 
 
 def check(
-    kernel: Kernel,
+    kernel: TorchKernel,
     q: Tensor,
     pool: Pool,
     causal_from: int | None,
@@ -98,7 +99,7 @@ def check(
 @pytest.mark.parametrize("kernel", [DEFAULT, TINY], ids=["default", "tiny"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_mla_prefill_extend_and_decode(kernel: Kernel, dtype: torch.dtype, length: int) -> None:
+def test_mla_prefill_extend_and_decode(kernel: TorchKernel, dtype: torch.dtype, length: int) -> None:
     torch.manual_seed(length)
     pool = mla_pool(length, 64, 16, dtype)
     for rows in sorted({1, min(length, 17), length}):
@@ -109,7 +110,7 @@ def test_mla_prefill_extend_and_decode(kernel: Kernel, dtype: torch.dtype, lengt
 @pytest.mark.parametrize("kernel", [DEFAULT, TINY], ids=["default", "tiny"])
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_grouped_heads(kernel: Kernel, group: int, length: int) -> None:
+def test_grouped_heads(kernel: TorchKernel, group: int, length: int) -> None:
     torch.manual_seed(length)
     pool = gqa_pool(length, 2, 32, torch.float32, v_dim=24)
     for rows in sorted({1, min(length, 33), length}):
@@ -156,7 +157,7 @@ def test_strided_queries_and_buffers() -> None:
 
 @pytest.mark.parametrize("kernel", [DEFAULT, TINY], ids=["default", "tiny"])
 @pytest.mark.parametrize("causal_from", [-200, -100, -99, -40, -1, 0, 3, 59, 60, 130])
-def test_any_causal_start(kernel: Kernel, causal_from: int) -> None:
+def test_any_causal_start(kernel: TorchKernel, causal_from: int) -> None:
     """Before the first key, in the middle of the keys, past them: clipped, never out of range."""
     torch.manual_seed(0)
     pool = gqa_pool(60, 2, 16, torch.float32)
@@ -181,7 +182,7 @@ def test_nothing_to_see_and_nobody_to_see_it(rows: int, causal_from: int | None)
 @pytest.mark.parametrize("where", ["keys", "values", "both"])
 @pytest.mark.parametrize("broken", [0, 20, 39, 59])
 def test_a_broken_key_shows_to_those_who_see_it_only(
-    kernel: Kernel, where: str, broken: int
+    kernel: TorchKernel, where: str, broken: int
 ) -> None:
     """Row i sees keys 0..20+i. A key that is hidden from a row may hold anything."""
     torch.manual_seed(0)
@@ -199,7 +200,7 @@ def test_a_broken_key_shows_to_those_who_see_it_only(
 
 @pytest.mark.parametrize("kernel", [DEFAULT, TINY], ids=["default", "tiny"])
 @pytest.mark.parametrize("cap", [0.5, 30.0])
-def test_logit_cap(kernel: Kernel, cap: float) -> None:
+def test_logit_cap(kernel: TorchKernel, cap: float) -> None:
     torch.manual_seed(0)
     pool = gqa_pool(100, 2, 16, torch.float32)
     for rows in (1, 50):
@@ -207,7 +208,7 @@ def test_logit_cap(kernel: Kernel, cap: float) -> None:
 
 
 @pytest.mark.parametrize("kernel", [DEFAULT, TINY], ids=["default", "tiny"])
-def test_scores_far_past_the_range_of_exp(kernel: Kernel) -> None:
+def test_scores_far_past_the_range_of_exp(kernel: TorchKernel) -> None:
     torch.manual_seed(0)
     pool = gqa_pool(200, 1, 16, torch.float32)
     q = torch.randn(50, 2, 16).round() * 64  # scores up to ±2000, exact enough to compare
@@ -273,9 +274,22 @@ def test_a_stored_body_serves_any_offset(pairing: Pairing, start: int) -> None:
 def test_capabilities() -> None:
     can = DEFAULT.capabilities
     assert can.name == "torch"
-    assert can.runs_on(torch.device("cpu"))
-    assert not can.runs_on(torch.device("meta"))
-    assert can.takes(torch.bfloat16, 576, 512)
-    assert not can.takes(torch.float8_e4m3fn, 576, 512)
-    assert can.causal
+    mla = AttentionShape(16, 1, 576, 512, True, 64, torch.bfloat16)
+    for phase in Phase:
+        assert can.refusal(mla, phase, "cpu") is None
+    assert can.refusal(mla, Phase.DECODE, "meta") is not None
+    fp8 = replace(mla, dtype=torch.float8_e4m3fn)
+    assert "float8_e4m3fn" in str(can.refusal(fp8, Phase.DECODE, "cpu"))
     assert can.lse_base == "e"
+
+
+def test_the_fast_way_for_grouped_heads_is_taken_and_left_where_it_must_be() -> None:
+    pool = gqa_pool(200, 2, 32, torch.bfloat16)
+    q = torch.randn(40, 4, 32)
+    assert torch_flash.suits(q, pool.keys, pool.values, 0.0)
+    assert not torch_flash.suits(q[:1], pool.keys, pool.values, 0.0)
+    assert not torch_flash.suits(q, pool.keys, pool.values, 30.0)
+    assert not torch_flash.suits(q, pool.keys, pool.values[..., :16], 0.0)
+    pool.values[pool.slots[7]] = math.nan
+    found = torch_flash.attend(q, pool.keys, pool.values, pool.slots, scale=1.0, causal_from=160)
+    assert found is None

@@ -1,0 +1,138 @@
+"""Attention on this CPU: against PyTorch's own, with spans and without, shared, and its planning."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from benchmarks.report import Report, argument_parser
+
+from . import planning, sdpa, spans
+from .results import Lines
+from .sdpa import Case
+from .spans import Reading
+from .world import Request, llama, mla
+
+DTYPES = (torch.float32, torch.bfloat16)
+HEADS = 16  # of MLA, as on one of eight ranks of DeepSeek-V3 and in V2-Lite
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """What the project promises."""
+
+    of_sdpa: float = 0.9  # throughput, at least
+    spans_by_flat: float = 1.15  # time, at most
+    shared_gain: float = 2.0  # throughput, at least
+    planning: float = 0.05  # of a forward pass, below
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How much is measured; the defaults are the sizes that the project states."""
+
+    prefill_tokens: int = 4096
+    decode_requests: int = 16
+    decode_keys: int = 8192
+    reading: tuple[Reading, ...] = (
+        Reading("prefill 1k behind 4 × 1k", 1, new=1024, cached=1024, spans=4, span_tokens=1024),
+        Reading("decode 8 × 8k, 4 spans", 8, new=1, cached=1023, spans=4, span_tokens=1792),
+    )
+    readers: int = 16
+    shared_tokens: int = 8192
+    own_tokens: int = 64
+    planned: planning.Sizes = field(default_factory=lambda: planning.Sizes(64, 8, 256, 256))
+    rounds: int = 5
+    short_rounds: int = 15  # of what takes a fraction of a second
+    bounds: Bounds = field(default_factory=Bounds)
+
+
+QUICK = Settings(
+    prefill_tokens=512,
+    decode_requests=4,
+    decode_keys=1024,
+    reading=(
+        Reading("prefill 256 behind 4 × 256", 1, new=256, cached=256, spans=4, span_tokens=256),
+        Reading("decode 4 × 2k, 4 spans", 4, new=1, cached=255, spans=4, span_tokens=448),
+    ),
+    readers=16,
+    shared_tokens=2048,
+    planned=planning.Sizes(64, 8, 64, 64),
+    rounds=3,
+    short_rounds=5,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit status is 0 if all checks hold."""
+    options = argument_parser(__doc__).parse_args(arguments)
+    return measure(QUICK if options.quick else Settings()).emit(as_json=options.json)
+
+
+@torch.no_grad()
+def measure(settings: Settings) -> Report:
+    """Everything, as a report."""
+    report = Report("attention", {**asdict(settings), "threads": torch.get_num_threads()})
+    report.notes += _NOTES
+    _add_sdpa(report, settings)
+    _add_spans(report, settings)
+    planning.measure(report, settings.planned, settings.short_rounds, settings.bounds.planning)
+    return report
+
+
+def _add_sdpa(report: Report, settings: Settings) -> None:
+    prefill = Request(settings.prefill_tokens, settings.prefill_tokens)
+    decode = Request(settings.decode_keys)
+    cases = (
+        Case(f"prefill {settings.prefill_tokens}", (prefill,)),
+        Case(
+            f"decode {settings.decode_requests} × {settings.decode_keys}",
+            (decode,) * settings.decode_requests,
+        ),
+    )
+    lines = Lines("(a) one layer, a plain batch", "ours / it")
+    for case in cases:
+        for dtype in DTYPES:
+            for shape in (llama(dtype), mla(HEADS, dtype)):
+                rounds = settings.short_rounds if case.decode else settings.rounds
+                sdpa.measure(report, lines, case, shape, rounds, settings.bounds.of_sdpa)
+    report.tables.append(lines.table())
+
+
+def _add_spans(report: Report, settings: Settings) -> None:
+    lines = Lines("(b) one layer, with spans and without", "spans / flat")
+    for case in settings.reading:
+        for shape in (llama(torch.bfloat16), *(mla(HEADS, dtype) for dtype in DTYPES)):
+            rounds = settings.short_rounds if case.new == 1 else settings.rounds
+            spans.measure_reading(
+                report, lines, case, shape, rounds, settings.bounds.spans_by_flat
+            )
+    report.tables.append(lines.table())
+    lines = Lines("(c) one layer, decode over one span", "shared gains")
+    for dtype in DTYPES:
+        spans.measure_shared(
+            report,
+            lines,
+            mla(HEADS, dtype),
+            readers=settings.readers,
+            span_tokens=settings.shared_tokens,
+            own_tokens=settings.own_tokens,
+            rounds=settings.short_rounds,
+            bound=settings.bounds.shared_gain,
+        )
+    report.tables.append(lines.table())
+
+
+_NOTES = (
+    "Wall time, all threads of the process, the same for every way. A time is the median of its "
+    "rounds, in which the ways take turns; a ratio compares ways inside a round.",
+    "a, b, c: a call of ours is a forward pass of one layer: plan, look-up of slots, rows gathered from "
+    "a paged pool, merge. In a server the first two are paid once for all layers. SDPA gets "
+    "contiguous tensors. Checked is the fastest SDPA call of the same shape; 'heads as rows', a "
+    "KV head's query heads as query rows, is not of the same shape and is reported only.",
+    "b: all new tokens see all spans, so both sides have as many pairs of query and key to score.",
+    "d: a forward pass is its attention alone, one layer times the layers of DeepSeek-V2-Lite: less "
+    "than a server's, so planning's share is overstated.",
+)

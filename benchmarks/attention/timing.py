@@ -1,0 +1,79 @@
+"""Ways to compute the same thing, timed in turns.
+
+Every way is called once, to warm up. Then, round by round, each is called once more, in an order that
+rotates, so that whatever else the machine does falls on all of them. A time is the median of a way's
+rounds; a ratio compares two ways inside a round, and the median of those is reported.
+
+Of alternatives of which only the fastest matters, one that already took several times as long as the
+fastest in its first call is not called again; its time is that of the one call, and is marked so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from benchmarks.report import progress
+
+HOPELESS = 3.0  # times the fastest way's first call
+
+
+@dataclass(frozen=True, slots=True)
+class Times:
+    """Seconds of every round, by way. Ways that were given up have one, of their first call."""
+
+    rounds: Mapping[str, tuple[float, ...]]
+    given_up: frozenset[str]
+
+    def median_s(self, way: str) -> float:
+        """Median of a way's rounds."""
+        return float(np.median(self.rounds[way]))
+
+    def ratio(self, of: str, to: str) -> float:
+        """Time of one way by that of another: the median over rounds."""
+        first, second = np.array(self.rounds[of]), np.array(self.rounds[to])
+        if len(first) != len(second):
+            return self.median_s(of) / self.median_s(to)
+        return float(np.median(first / second))
+
+    def summary(self) -> dict[str, dict[str, object]]:
+        """Figures for programs."""
+        return {
+            way: {
+                "median_s": self.median_s(way),
+                "fastest_s": min(seconds),
+                "slowest_s": max(seconds),
+                "calls": len(seconds),
+                "given_up_after_first_call": way in self.given_up,
+            }
+            for way, seconds in self.rounds.items()
+        }
+
+
+def in_turns(
+    ways: Mapping[str, Callable[[], object]], rounds: int, *, keep: frozenset[str] | None = None
+) -> Times:
+    """Time ``ways``. Those in ``keep`` (None: all) are called in every round, however slow they are."""
+    first = {way: _seconds(call) for way, call in ways.items()}
+    fastest = min(first.values())
+    kept = [
+        way for way in ways if keep is None or way in keep or first[way] <= HOPELESS * fastest
+    ]
+    found: dict[str, list[float]] = {way: [] for way in kept}
+    for number in range(rounds):
+        turn = number % len(kept)
+        for way in kept[turn:] + kept[:turn]:
+            found[way].append(_seconds(ways[way]))
+    given_up = frozenset(ways) - frozenset(kept)
+    every = {way: tuple(found.get(way) or [first[way]]) for way in ways}
+    progress("   " + ", ".join(f"{way} {np.median(s) * 1e3:,.1f} ms" for way, s in every.items()))
+    return Times(every, given_up)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return time.perf_counter() - start

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,6 +19,7 @@ from .kernels.base import AttentionShape, Kernel, Work
 from .merge import merge_at, merge_by_table
 from .plan import Ints, Launch, MergeStep, Plan, indptr
 from .rope import RelativeRotation
+from .transfer import upload
 
 _STACKED_BYTES = 1 << 28  # of the outputs that one launch of span parts may hold before the merge
 
@@ -210,12 +210,3 @@ def _index_arrays(step: MergeStep) -> list[Ints]:
     if isinstance(step.rows, slice) or isinstance(step.queries, slice):
         return []
     return [step.rows, step.queries]
-
-
-def upload(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
-    """int64 arrays on a device, in one copy that the host does not wait for."""
-    joined = torch.from_numpy(np.concatenate(arrays))
-    if device.type == "cuda":
-        joined = joined.pin_memory()
-    moved = joined.to(device, non_blocking=True)
-    return list(torch.split(moved, [len(array) for array in arrays]))

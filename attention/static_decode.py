@@ -24,9 +24,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .execute import Executor, Pass, Stack, upload
+from .execute import Executor, Pass, Stack
 from .kernels.base import Kernel, Work
 from .plan import BatchQueries, Ints, Launch, Plan, build_plan, indptr, ranges
+from .transfer import upload
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,6 +37,8 @@ class UnservableError(RuntimeError):
 class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
     """One part per plain request, more where it reads spans; see :mod:`attention.plan`."""
 
+    needs_cpu_seq_lens = True  # plans are built on the host
+
     def __init__(
         self,
         runner: Any,
@@ -155,8 +157,24 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
         return int(self.stock.backend.get_cuda_graph_seq_len_fill_value())
 
     def shared_read_ends(self, fm: Any) -> SharedReadEnds:
-        """Up to the end of the pass: layers read pages by tables that were built before the first."""
-        return SharedReadEnds.UNKNOWN
+        """Where SGLang may write its row tables again: in decode behind the metadata, which copies."""
+        if not fm.is_decode():
+            return SharedReadEnds.UNKNOWN
+        ends = [SharedReadEnds.IN_REPLAY]
+        if self.stock is not None:
+            ends.append(self.stock.backend.shared_read_ends(fm))
+        return SharedReadEnds.max_of(ends)
+
+    def resolve_prefill_shared_read_ends(
+        self, forward_batch: ForwardBatch, **kwargs: Any
+    ) -> SharedReadEnds:
+        """Likewise for prefill: what the stock backend says of a plain batch, else the pass's end."""
+        if self.stock is None or readers_in(forward_batch.rids):
+            return SharedReadEnds.UNKNOWN
+        found: SharedReadEnds = self.stock.backend.resolve_prefill_shared_read_ends(
+            forward_batch, **kwargs
+        )
+        return found
 
     def support_triton(self) -> bool:
         """Whether SGLang may prepare a batch with Triton: on a CPU it can not."""

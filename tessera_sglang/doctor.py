@@ -57,9 +57,10 @@ def run(*, as_json: bool) -> int:
     findings += [*configuration, *kernel]
     ok = all(finding.ok for finding in findings)
     if as_json:
-        parts = {"findings": findings, "kernels": libraries, "routes": choices}
         shown = {
-            name: [dataclasses.asdict(item) for item in items] for name, items in parts.items()
+            "findings": [dataclasses.asdict(item) for item in findings],
+            "kernels": [dataclasses.asdict(item) for item in libraries],
+            "routes": [dataclasses.asdict(item) for item in choices],
         }
         print(json.dumps({"ok": ok, **shown}, indent=2))
         return 0 if ok else 1

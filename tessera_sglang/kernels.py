@@ -13,7 +13,13 @@ from typing import Any
 
 import torch
 
-from tessera_sglang.attention.kernels.base import AttentionShape, Kernel, Phase, RowFormat
+from tessera_sglang.attention.kernels.base import (
+    AttentionShape,
+    Kernel,
+    KernelUnavailableError,
+    Phase,
+    RowFormat,
+)
 from tessera_sglang.attention.preferences import Situation
 from tessera_sglang.attention.router import AUTO, Router, require
 from tessera_sglang.attention.shelf import Offer, Shelf
@@ -41,31 +47,40 @@ def offers() -> list[Offer]:
     ]
 
 
+def _adapter(module: str) -> Any:
+    name = f"{_ROOM}.{module}"
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name:
+            raise KernelUnavailableError("this version has no adapter for it") from error
+        raise
+
+
 def _flashmla() -> Kernel:
-    kernel: Kernel = import_module(f"{_ROOM}.flashmla").FlashMLAKernel()
+    kernel: Kernel = _adapter("flashmla").FlashMLAKernel()
     return kernel
 
 
 def _flashinfer() -> Kernel:
-    kernel: Kernel = import_module(f"{_ROOM}.flashinfer").FlashInferKernel()
+    kernel: Kernel = _adapter("flashinfer").FlashInferKernel()
     return kernel
 
 
 def _tilelang() -> Kernel:
-    kernel: Kernel = import_module(f"{_ROOM}.tilelang_decode").TileLangKernel()
+    kernel: Kernel = _adapter("tilelang_decode").TileLangKernel()
     return kernel
 
 
 def _triton() -> Kernel:
     launch = import_module("sglang.kernels.ops.attention.decode_attention").decode_attention_fwd
-    kernel: Kernel = import_module(f"{_ROOM}.triton_decode").TritonKernel(
-        launch, interpreted=os.environ.get("TRITON_INTERPRET") == "1"
-    )
+    interpreted = os.environ.get("TRITON_INTERPRET") == "1"
+    kernel: Kernel = _adapter("triton_decode").TritonKernel(launch, interpreted=interpreted)
     return kernel
 
 
 def _torch() -> Kernel:
-    kernel: Kernel = import_module(f"{_ROOM}.torch_kernel").TorchKernel()
+    kernel: Kernel = _adapter("torch_kernel").TorchKernel()
     return kernel
 
 

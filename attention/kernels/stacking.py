@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..transfer import upload
 from .base import Ints, Work
 
 
@@ -169,12 +170,3 @@ def stack(work: Work, *, powers_of_two: bool = False) -> Stacking:
         for bucket, part, gather in zip(found, parts, gathers, strict=True)
     ]
     return Stacking(tuple(batches), placed)
-
-
-def upload(arrays: Sequence[Ints], device: torch.device) -> list[Tensor]:
-    """int64 arrays on a device, in one copy that the host does not wait for."""
-    joined = torch.from_numpy(np.concatenate(arrays))
-    if device.type == "cuda":
-        joined = joined.pin_memory()
-    placed = joined.to(device, non_blocking=True)
-    return list(torch.split(placed, [len(array) for array in arrays]))

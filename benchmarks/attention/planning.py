@@ -18,7 +18,7 @@ from tessera_sglang.attention.execute import Pass
 from tessera_sglang.attention.kernels.base import Kernel
 from tessera_sglang.attention.kernels.torch_kernel import TorchKernel
 
-from .timing import in_turns
+from .timing import Turns
 from .world import Request, Use, World, build, mla
 
 LAYERS, HEADS = 27, 16  # DeepSeek-V2-Lite
@@ -34,18 +34,18 @@ class Sizes:
     own_tokens: int
 
 
-def measure(report: Report, sizes: Sizes, rounds: int, bound: float) -> None:
+def measure(report: Report, sizes: Sizes, turns: Turns, bound: float) -> None:
     """Readers of spans of their own, and, which is less attention, of spans that all of them share."""
     kernel, rows = TorchKernel(), []
     for who, shared in (("own spans", False), ("the same spans", True)):
-        name = f"d. decode {sizes.requests} × {sizes.spans} spans, {who}"
+        name = f"d. decode {sizes.requests} x {sizes.spans} spans, {who}"
         progress(name)
         world = build(mla(HEADS, torch.bfloat16), requests(sizes, shared=shared))
         begun = world.begin(kernel)
         uses = sum(launch.rows for launch in world.plan().spans)
         assert uses == sizes.requests * sizes.spans, "a span was not read as one"
         ways = _ways(world, begun, kernel)
-        times = in_turns(ways, rounds)
+        times = turns.time(ways)
         share = times.ratio("plan and begin", "a layer") / LAYERS
         report.checks.append(
             Check.below(f"{name}: planning by attention of {LAYERS} layers", share, bound)

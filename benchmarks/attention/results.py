@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from benchmarks.report import Table
 from tessera_sglang.attention.kernels.base import AttentionShape
+
+
+# What two ways to compute the same thing may differ by; inputs are N(0, 1).
+SAME = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 
 def model_name(shape: AttentionShape) -> str:
@@ -20,6 +27,14 @@ def model_name(shape: AttentionShape) -> str:
 def dtype_name(dtype: torch.dtype) -> str:
     """``float32``."""
     return str(dtype).removeprefix("torch.")
+
+
+def largest_difference(wanted: Tensor, found: Iterable[Tensor]) -> float:
+    """Largest |difference| / (1 + |wanted|) of any of ``found``; NaN if any holds one."""
+    wanted = wanted.float()
+    return float(
+        np.max([float(((f.float() - wanted).abs() / (1 + wanted.abs())).max()) for f in found])
+    )
 
 
 @dataclass(slots=True)

@@ -18,7 +18,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -26,13 +25,12 @@ from benchmarks.report import Check, Report, progress
 from tessera_sglang.attention.kernels.base import AttentionShape
 from tessera_sglang.attention.kernels.torch_kernel import TorchKernel
 
-from .results import Lines, dtype_name, model_name
-from .timing import in_turns
+from .results import SAME, Lines, dtype_name, largest_difference, model_name
+from .timing import Turns
 from .world import Request, World, build
 
 OURS = "ours"
 HEADS_AS_ROWS = "sdpa, heads as rows"
-SAME = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # |difference| / (1 + |value|), inputs N(0, 1)
 GIB = 1 << 30
 
 
@@ -50,7 +48,7 @@ class Case:
 
 
 def measure(
-    report: Report, lines: Lines, case: Case, shape: AttentionShape, rounds: int, bound: float
+    report: Report, lines: Lines, case: Case, shape: AttentionShape, turns: Turns, bound: float
 ) -> None:
     """One case, one model, one dtype."""
     name = f"a. {case.name}, {model_name(shape)}, {dtype_name(shape.dtype)}"
@@ -75,10 +73,12 @@ def measure(
 
     everyone = {OURS: lambda: world.forward(kernel), **ways}
     calls = {way: keeping(way, call) for way, call in everyone.items()}
-    times = in_turns(calls, rounds, keep=frozenset({OURS}))
+    times = turns.time(calls, keep=frozenset({OURS}))
     report.checks.append(
         Check.at_most(
-            f"{name}: largest difference of the answers", _spread(outputs), SAME[shape.dtype]
+            f"{name}: largest difference of the answers",
+            largest_difference(outputs[OURS], outputs.values()),
+            SAME[shape.dtype],
         )
     )
     ratios = {way: times.ratio(way, OURS) for way in ways}
@@ -158,11 +158,3 @@ def memory_available() -> int:
     except OSError:
         pass
     return 0
-
-
-def _spread(outputs: dict[str, Tensor]) -> float:
-    """Largest |difference| / (1 + |ours|) of any way to ours; NaN shows."""
-    ours = outputs[OURS].float()
-    return max(
-        float(((out.float() - ours).abs() / (1 + ours.abs())).max()) for out in outputs.values()
-    )

@@ -8,18 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from benchmarks.report import Check, Report, progress
 from tessera_sglang.attention.kernels.base import AttentionShape
 from tessera_sglang.attention.kernels.torch_kernel import TorchKernel
 
-from .results import Lines, dtype_name, model_name
-from .timing import in_turns
+from .results import SAME, Lines, dtype_name, largest_difference, model_name
+from .timing import Turns
 from .world import GAP, LEAD, Request, Use, World, build
-
-SAME = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # |difference| / (1 + |value|)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +46,7 @@ class Reading:
 
 
 def measure_reading(
-    report: Report, lines: Lines, case: Reading, shape: AttentionShape, rounds: int, bound: float
+    report: Report, lines: Lines, case: Reading, shape: AttentionShape, turns: Turns, bound: float
 ) -> None:
     """(b): the time with spans by that without."""
     name = f"b. {case.name}, {model_name(shape)}, {dtype_name(shape.dtype)}"
@@ -60,8 +57,8 @@ def measure_reading(
     assert sum(launch.parts for launch in plans[0].spans) == case.requests * case.spans
     assert not plans[1].spans
     assert _scores(spans) == _scores(flat), "not the same amount of attention"
-    times = in_turns(
-        {"spans": lambda: spans.forward(kernel), "flat": lambda: flat.forward(kernel)}, rounds
+    times = turns.time(
+        {"spans": lambda: spans.forward(kernel), "flat": lambda: flat.forward(kernel)}
     )
     ratio = times.ratio("spans", "flat")
     report.checks.append(Check.at_most(f"{name}: time, spans / flat", ratio, bound))
@@ -78,12 +75,12 @@ def measure_shared(
     readers: int,
     span_tokens: int,
     own_tokens: int,
-    rounds: int,
+    turns: Turns,
     bound: float,
 ) -> None:
     """(c): decode of many requests over one span, told so, against each reading for itself."""
     name = (
-        f"c. decode {readers} × {span_tokens} shared, {model_name(shape)}, "
+        f"c. decode {readers} x {span_tokens} shared, {model_name(shape)}, "
         f"{dtype_name(shape.dtype)}"
     )
     progress(name)
@@ -99,12 +96,9 @@ def measure_shared(
         "a copy each": lambda: copies.forward(kernel),
         "flat, no spans": lambda: plain.forward(kernel),
     }
-    shared = ways["shared"]().float()
-    differ = max(
-        float(((way().float() - shared).abs() / (1 + shared.abs())).max())
-        for way in (ways["same pages, read by each"], ways["a copy each"])
-    )
-    times = in_turns(ways, rounds)
+    same = [ways[way]() for way in ("same pages, read by each", "a copy each")]
+    differ = largest_difference(ways["shared"](), same)
+    times = turns.time(ways)
     others = [way for way in ways if way != "shared"]
     checked = min(others, key=times.median_s)
     gains = {way: times.ratio(way, "shared") for way in others}

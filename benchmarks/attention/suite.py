@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import torch
 
@@ -13,6 +14,7 @@ from . import planning, sdpa, spans
 from .results import Lines
 from .sdpa import Case
 from .spans import Reading
+from .timing import Turns
 from .world import Request, llama, mla
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -37,8 +39,8 @@ class Settings:
     decode_requests: int = 16
     decode_keys: int = 8192
     reading: tuple[Reading, ...] = (
-        Reading("prefill 1k behind 4 × 1k", 1, new=1024, cached=1024, spans=4, span_tokens=1024),
-        Reading("decode 8 × 8k, 4 spans", 8, new=1, cached=1023, spans=4, span_tokens=1792),
+        Reading("prefill 1k behind 4 x 1k", 1, new=1024, cached=1024, spans=4, span_tokens=1024),
+        Reading("decode 8 x 8k, 4 spans", 8, new=1, cached=1023, spans=4, span_tokens=1792),
     )
     readers: int = 16
     shared_tokens: int = 8192
@@ -46,7 +48,13 @@ class Settings:
     planned: planning.Sizes = field(default_factory=lambda: planning.Sizes(64, 8, 256, 256))
     rounds: int = 5
     short_rounds: int = 15  # of what takes a fraction of a second
+    threads: int = 1
     bounds: Bounds = field(default_factory=Bounds)
+
+    def turns(self, *, short: bool) -> Turns:
+        """How calls are timed; short ones more often."""
+        clock = time.process_time if self.threads == 1 else time.perf_counter
+        return Turns(self.short_rounds if short else self.rounds, clock)
 
 
 QUICK = Settings(
@@ -54,12 +62,12 @@ QUICK = Settings(
     decode_requests=4,
     decode_keys=1024,
     reading=(
-        Reading("prefill 256 behind 4 × 256", 1, new=256, cached=256, spans=4, span_tokens=256),
-        Reading("decode 4 × 2k, 4 spans", 4, new=1, cached=255, spans=4, span_tokens=448),
+        Reading("prefill 256 behind 4 x 256", 1, new=256, cached=256, spans=4, span_tokens=256),
+        Reading("decode 4 x 2k, 4 spans", 4, new=1, cached=255, spans=4, span_tokens=448),
     ),
     readers=16,
     shared_tokens=2048,
-    planned=planning.Sizes(64, 8, 64, 64),
+    planned=planning.Sizes(64, 8, 64, 128),
     rounds=3,
     short_rounds=5,
 )
@@ -67,18 +75,28 @@ QUICK = Settings(
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is 0 if all checks hold."""
-    options = argument_parser(__doc__).parse_args(arguments)
-    return measure(QUICK if options.quick else Settings()).emit(as_json=options.json)
+    parser = argument_parser(__doc__ or "")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=torch.get_num_threads(),
+        help="of PyTorch; with 1, times are processor time, so that a busy machine does not count",
+    )
+    options = parser.parse_args(arguments)
+    settings = replace(QUICK if options.quick else Settings(), threads=options.threads)
+    return measure(settings).emit(as_json=options.json)
 
 
 @torch.no_grad()
 def measure(settings: Settings) -> Report:
     """Everything, as a report."""
-    report = Report("attention", {**asdict(settings), "threads": torch.get_num_threads()})
+    torch.set_num_threads(settings.threads)
+    clock = "processor" if settings.threads == 1 else "wall"
+    report = Report("attention", {**asdict(settings), "clock": clock})
     report.notes += _NOTES
     _add_sdpa(report, settings)
     _add_spans(report, settings)
-    planning.measure(report, settings.planned, settings.short_rounds, settings.bounds.planning)
+    planning.measure(report, settings.planned, settings.turns(short=True), settings.bounds.planning)
     return report
 
 
@@ -88,7 +106,7 @@ def _add_sdpa(report: Report, settings: Settings) -> None:
     cases = (
         Case(f"prefill {settings.prefill_tokens}", (prefill,)),
         Case(
-            f"decode {settings.decode_requests} × {settings.decode_keys}",
+            f"decode {settings.decode_requests} x {settings.decode_keys}",
             (decode,) * settings.decode_requests,
         ),
     )
@@ -96,8 +114,8 @@ def _add_sdpa(report: Report, settings: Settings) -> None:
     for case in cases:
         for dtype in DTYPES:
             for shape in (llama(dtype), mla(HEADS, dtype)):
-                rounds = settings.short_rounds if case.decode else settings.rounds
-                sdpa.measure(report, lines, case, shape, rounds, settings.bounds.of_sdpa)
+                turns = settings.turns(short=case.decode)
+                sdpa.measure(report, lines, case, shape, turns, settings.bounds.of_sdpa)
     report.tables.append(lines.table())
 
 
@@ -105,10 +123,8 @@ def _add_spans(report: Report, settings: Settings) -> None:
     lines = Lines("(b) one layer, with spans and without", "spans / flat")
     for case in settings.reading:
         for shape in (llama(torch.bfloat16), *(mla(HEADS, dtype) for dtype in DTYPES)):
-            rounds = settings.short_rounds if case.new == 1 else settings.rounds
-            spans.measure_reading(
-                report, lines, case, shape, rounds, settings.bounds.spans_by_flat
-            )
+            turns = settings.turns(short=case.new == 1)
+            spans.measure_reading(report, lines, case, shape, turns, settings.bounds.spans_by_flat)
     report.tables.append(lines.table())
     lines = Lines("(c) one layer, decode over one span", "shared gains")
     for dtype in DTYPES:
@@ -119,15 +135,16 @@ def _add_spans(report: Report, settings: Settings) -> None:
             readers=settings.readers,
             span_tokens=settings.shared_tokens,
             own_tokens=settings.own_tokens,
-            rounds=settings.short_rounds,
+            turns=settings.turns(short=True),
             bound=settings.bounds.shared_gain,
         )
     report.tables.append(lines.table())
 
 
 _NOTES = (
-    "Wall time, all threads of the process, the same for every way. A time is the median of its "
-    "rounds, in which the ways take turns; a ratio compares ways inside a round.",
+    "Every way has the same number of threads. With more than one, times are wall time; with one, "
+    "processor time. A time is the median of its rounds, in which the ways take turns; a ratio "
+    "compares ways inside a round.",
     "a, b, c: a call of ours is a forward pass of one layer: plan, look-up of slots, rows gathered from "
     "a paged pool, merge. In a server the first two are paid once for all layers. SDPA gets "
     "contiguous tensors. Checked is the fastest SDPA call of the same shape; 'heads as rows', a "

@@ -53,27 +53,31 @@ class Times:
         }
 
 
-def in_turns(
-    ways: Mapping[str, Callable[[], object]], rounds: int, *, keep: frozenset[str] | None = None
-) -> Times:
-    """Time ``ways``. Those in ``keep`` (None: all) are called in every round, however slow they are."""
-    first = {way: _seconds(call) for way, call in ways.items()}
-    fastest = min(first.values())
-    kept = [
-        way for way in ways if keep is None or way in keep or first[way] <= HOPELESS * fastest
-    ]
-    found: dict[str, list[float]] = {way: [] for way in kept}
-    for number in range(rounds):
-        turn = number % len(kept)
-        for way in kept[turn:] + kept[:turn]:
-            found[way].append(_seconds(ways[way]))
-    given_up = frozenset(ways) - frozenset(kept)
-    every = {way: tuple(found.get(way) or [first[way]]) for way in ways}
-    progress("   " + ", ".join(f"{way} {np.median(s) * 1e3:,.1f} ms" for way, s in every.items()))
-    return Times(every, given_up)
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """How often ways are timed, and by which clock."""
 
+    rounds: int
+    clock: Callable[[], float] = time.perf_counter  # seconds
 
-def _seconds(call: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    call()
-    return time.perf_counter() - start
+    def time(
+        self, ways: Mapping[str, Callable[[], object]], *, keep: frozenset[str] | None = None
+    ) -> Times:
+        """Time ``ways``. Those in ``keep`` (None: all) are never given up."""
+        first = {way: self._seconds(call) for way, call in ways.items()}
+        limit = HOPELESS * min(first.values())
+        kept = [way for way in ways if keep is None or way in keep or first[way] <= limit]
+        found: dict[str, list[float]] = {way: [] for way in kept}
+        for number in range(self.rounds):
+            turn = number % len(kept)
+            for way in kept[turn:] + kept[:turn]:
+                found[way].append(self._seconds(ways[way]))
+        every = {way: tuple(found.get(way) or [first[way]]) for way in ways}
+        medians = [f"{way} {np.median(s) * 1e3:,.1f} ms" for way, s in every.items()]
+        progress("   " + ", ".join(medians))
+        return Times(every, frozenset(ways) - frozenset(kept))
+
+    def _seconds(self, call: Callable[[], object]) -> float:
+        start = self.clock()
+        call()
+        return self.clock() - start

@@ -118,7 +118,9 @@ class World:
     def private(self) -> BatchQueries:
         """The same batch, told that nobody shares anything."""
         batch = self.batch
-        return BatchQueries.of(batch.query_tokens, batch.seq_tokens, batch.layouts)
+        return BatchQueries.of(
+            batch.query_tokens.tolist(), batch.seq_tokens.tolist(), batch.layouts
+        )
 
     def plan(self, batch: BatchQueries | None = None) -> Plan:
         """The parts of the batch, as the server would build them."""

@@ -159,6 +159,7 @@ def test_new_tokens_stand_where_the_prompt_has_them(observed: dict[str, Observed
     for rid, seen in observed.items():
         for row in seen.passes:
             want = seen.expected[0].positions[row["tokens"] - len(row["positions"]) : row["tokens"]]
+            assert row["positions"], (rid, row["tokens"])
             assert row["positions"][: len(want)] == want, (rid, row["tokens"])
 
 

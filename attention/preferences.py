@@ -41,19 +41,20 @@ _HOPPER = ((9, 0), (9, 0))
 _AMPERE_ON = ((8, 0), (99, 9))
 _FLASHMLA = _Choice("flashmla", _HOPPER)  # dense decode
 _FLASHINFER = _Choice("flashinfer", _AMPERE_ON)
+_FA3 = _Choice("fa3", _HOPPER)
 _TILELANG = _Choice("tilelang", _AMPERE_ON)
 _TRITON = _Choice("triton")
 _TORCH = _Choice("torch")
-_MLA_DECODE = (_FLASHMLA, _FLASHINFER, _TILELANG, _TRITON, _TORCH)
+_MLA_DECODE = (_FLASHMLA, _FLASHINFER, _FA3, _TILELANG, _TRITON, _TORCH)
 
 # (device, MLA, phase): best first. What is not listed runs on PyTorch.
 _PREFERENCES: dict[tuple[str, bool, Phase], tuple[_Choice, ...]] = {
-    ("cuda", True, Phase.PREFILL): (_FLASHINFER, _TORCH),
+    ("cuda", True, Phase.PREFILL): (_FLASHINFER, _FA3, _TORCH),
     ("cuda", True, Phase.DECODE): _MLA_DECODE,
     ("cuda", True, Phase.VERIFY): _MLA_DECODE,
-    ("cuda", False, Phase.PREFILL): (_FLASHINFER, _TORCH),
-    ("cuda", False, Phase.DECODE): (_FLASHINFER, _TRITON, _TORCH),
-    ("cuda", False, Phase.VERIFY): (_FLASHINFER, _TORCH),
+    ("cuda", False, Phase.PREFILL): (_FA3, _FLASHINFER, _TORCH),
+    ("cuda", False, Phase.DECODE): (_FA3, _FLASHINFER, _TRITON, _TORCH),
+    ("cuda", False, Phase.VERIFY): (_FA3, _FLASHINFER, _TORCH),
 }
 
 

@@ -114,7 +114,8 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
         kernel = self.router.kernel(phase)
         rows = forward_batch.req_pool_indices
         self._pass = self.executor.begin(plan, kernel, self.req_to_token, rows)
-        self.router.count(phase, self._pass.launches)
+        if lengths:
+            self.router.count(phase, self._pass.launches)
 
     def _count_stock(self, forward_batch: ForwardBatch, phase: Phase) -> None:
         assert self.stock is not None

@@ -20,6 +20,7 @@ from tessera_sglang.attention.kernels.base import (
     Phase,
     RowFormat,
 )
+from tessera_sglang.attention.kernels.library import import_library
 from tessera_sglang.attention.preferences import Situation
 from tessera_sglang.attention.router import AUTO, Router, require
 from tessera_sglang.attention.shelf import Offer, Shelf
@@ -41,6 +42,7 @@ def offers() -> list[Offer]:
     return [
         Offer("flashmla", _flashmla),
         Offer("flashinfer", _flashinfer),
+        Offer("fa3", _fa3),
         Offer("tilelang", _tilelang),
         Offer("triton", _triton),
         Offer("torch", _torch),
@@ -79,6 +81,13 @@ def _triton() -> Kernel:
     return kernel
 
 
+def _fa3() -> Kernel:
+    import_library("sgl_kernel.flash_attn", "install SGLang's sglang-kernel on a machine with CUDA")
+    module = import_module("sglang.kernels.ops.attention.flash_attention_v3")
+    kernel: Kernel = import_module(f"{_ROOM}.fa3").FA3Kernel(module.flash_attn_with_kvcache)
+    return kernel
+
+
 def _torch() -> Kernel:
     kernel: Kernel = _adapter("torch_kernel").TorchKernel()
     return kernel
@@ -114,6 +123,11 @@ def router_of(runner: Any) -> Router | None:
     """The router of a runner; None where SGLang's own backend serves the model."""
     found: Router | None = getattr(runner, "tessera_router", None)
     return found
+
+
+def forget_router(runner: Any) -> None:
+    """SGLang's own backend serves after all, and nothing is counted."""
+    runner.tessera_router = None
 
 
 def situation_of(runner: Any) -> Situation:

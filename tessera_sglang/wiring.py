@@ -31,7 +31,7 @@ from .graphs import (
 )
 from .inspection import add_state
 from .intake import SpanIntake, SpanSettings, is_span_prefill
-from .kernels import make_router, stock_of
+from .kernels import forget_router, make_router, stock_of
 from .kv_memory import compare_with_ledger
 from .publication import rope_hash, run_pass
 from .root import root_tokens
@@ -85,6 +85,7 @@ def make_backend(runner: Any) -> Any:
     )
     stock = build_stock(runner, *choice.names)
     if config.index == "radix":  # nobody reads spans, so every batch is plain
+        forget_router(runner)
         return stand_aside(stock)
     graphs = None
     if verdict.refusal is None and router.kernel(Phase.DECODE).capabilities.graph_safe:

@@ -129,7 +129,7 @@ def test_a_router_is_kept_on_its_runner(runner: Any) -> None:
 
 def test_whatever_is_broken_here_has_a_reason_and_pytorch_is_there() -> None:
     shelf = Shelf(kernels.offers())
-    assert shelf.names == ("flashmla", "flashinfer", "tilelang", "triton", "torch")
+    assert shelf.names == ("flashmla", "flashinfer", "fa3", "tilelang", "triton", "torch")
     for name in shelf.names:
         found = shelf.get(name)
         assert found if isinstance(found, str) else found.capabilities.name == name

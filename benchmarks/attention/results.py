@@ -12,7 +12,6 @@ from torch import Tensor
 from benchmarks.report import Table
 from tessera_sglang.attention.kernels.base import AttentionShape
 
-
 # What two ways to compute the same thing may differ by; inputs are N(0, 1).
 SAME = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 

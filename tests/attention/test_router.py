@@ -57,6 +57,7 @@ ABLE = {
         compute=((9, 0), (9, 0)),
     ),
     "flashinfer": replace(ANY, name="flashinfer", compute=((8, 0), (12, 1))),
+    "fa3": replace(ANY, name="fa3", compute=((9, 0), (9, 0))),
     "tilelang": replace(ANY, name="tilelang", phases=frozenset({Phase.DECODE})),
     "triton": replace(ANY, name="triton", causal=False),
     "torch": TorchKernel.capabilities,
@@ -103,7 +104,7 @@ def table(
         (HOPPER, ("flashinfer", "flashmla", "flashmla")),
         (AMPERE, ("flashinfer", "flashinfer", "flashinfer")),
         (TURING, ("torch", "triton", "torch")),
-        (replace(HOPPER, shape=GQA), ("flashinfer", "flashinfer", "flashinfer")),
+        (replace(HOPPER, shape=GQA), ("fa3", "fa3", "fa3")),
         (replace(TURING, shape=GQA), ("torch", "triton", "torch")),
         (CPU, ("torch", "torch", "torch")),
         (replace(CPU, shape=GQA), ("torch", "torch", "torch")),
@@ -127,10 +128,10 @@ def test_a_missing_library_is_a_fallback_to_the_next_best() -> None:
 
 
 def test_of_several_passed_over_the_best_is_the_one_that_was_wanted() -> None:
-    found = route("auto", Phase.DECODE, HOPPER, Shelf(offers("flashmla", "flashinfer", "tilelang")))
+    found = route("auto", Phase.DECODE, HOPPER, Shelf(offers("flashmla", "flashinfer", "fa3", "tilelang")))
     assert found.fallback == ("flashmla", "triton", "unavailable")
-    assert [other.name for other in found.rejected] == ["flashmla", "flashinfer", "tilelang"]
-    everything = Shelf(offers("flashmla", "flashinfer", "tilelang", "triton"))
+    assert [other.name for other in found.rejected] == ["flashmla", "flashinfer", "fa3", "tilelang"]
+    everything = Shelf(offers("flashmla", "flashinfer", "fa3", "tilelang", "triton"))
     assert route("auto", Phase.DECODE, HOPPER, everything).name == "torch"
 
 

@@ -99,7 +99,9 @@ def check(
 @pytest.mark.parametrize("kernel", [DEFAULT, TINY], ids=["default", "tiny"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("length", LENGTHS)
-def test_mla_prefill_extend_and_decode(kernel: TorchKernel, dtype: torch.dtype, length: int) -> None:
+def test_mla_prefill_extend_and_decode(
+    kernel: TorchKernel, dtype: torch.dtype, length: int
+) -> None:
     torch.manual_seed(length)
     pool = mla_pool(length, 64, 16, dtype)
     for rows in sorted({1, min(length, 17), length}):

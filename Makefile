@@ -1,7 +1,8 @@
 # make demo | demo-text | test | lint | bench | bench-quick | gpu | venv
 #
 # Each target makes .venv first where it is missing (SGLang is 11 GB installed, some minutes).
-# PYTHON is what it is made with, VENV where it lies.
+# PYTHON is what it is made with, VENV where it lies. `make gpu` takes PYTHON as it is where that has
+# torch; GPU_FLAGS may be --json or --quick.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -29,14 +30,25 @@ lint: $(INSTALLED)
 	@$(BIN)/lint-imports
 
 bench: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.index
+	@$(call benchmarks,)
 
 bench-quick: $(INSTALLED)
-	@OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.index --quick
+	@$(call benchmarks,--quick)
 
-gpu: $(INSTALLED)
-	@echo "Nothing of this version was measured on a GPU. The kernel tests, on the CPU:"
-	@$(BIN)/python -m pytest tests/attention
+# All of them, also after one whose checks do not hold.
+define benchmarks
+status=0; \
+OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.index $(1) || status=1; \
+$(BIN)/python -W ignore -m benchmarks.attention $(1) || status=1; \
+exit $$status
+endef
+
+# A machine with a GPU need not have SGLang: whichever Python has torch will do.
+gpu:
+	@if $(BIN)/python -c 'import torch, numpy' 2>/dev/null; then python=$(BIN)/python; \
+	elif $(PYTHON) -c 'import torch, numpy' 2>/dev/null; then python=$(PYTHON); \
+	else $(MAKE) --no-print-directory venv && python=$(BIN)/python; fi && \
+	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $$python -W ignore -m benchmarks.gpu $(GPU_FLAGS)
 
 venv: $(INSTALLED)
 

@@ -29,6 +29,10 @@ from sglang.srt.layers.attention.attention_registry import (
     register_attention_backend,
 )
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend, SharedReadEnds
+from sglang.srt.layers.layer_boundary.adapters.attention import (
+    AttentionInputs,
+    get_attn_tp_context,
+)
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddReqResult
@@ -55,7 +59,7 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import (
     _dispatch_mla_subtype,
 )
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import attention_backends, get_platform
+from sglang.srt.runtime_context import attention_backends, get_parallel, get_platform
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 __all__ = [
@@ -63,6 +67,7 @@ __all__ = [
     "AddReqResult",
     "AttentionBackend",
     "AttentionBackendRegistry",
+    "AttentionInputs",
     "AttentionType",
     "BasePrefixCache",
     "ComponentType",
@@ -99,6 +104,8 @@ __all__ = [
     "declare_resolution",
     "default_backend_name",
     "envs",
+    "get_attn_tp_context",
+    "get_parallel",
     "has_flashinfer",
     "hybrid_backend",
     "install",

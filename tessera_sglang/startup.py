@@ -121,6 +121,7 @@ def _always_refused(view: Any) -> list[tuple[str, str, str]]:
     for field, flag in (
         ("enable_two_batch_overlap", "--enable-two-batch-overlap"),
         ("enable_dp_attention", "--enable-dp-attention"),
+        ("enable_pdmux", "--enable-pdmux"),
     ):
         if getattr(view, field):
             found.append((flag, "batches are split or padded behind the plan", "drop the flag"))

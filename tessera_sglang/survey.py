@@ -1,7 +1,8 @@
 """What a loaded model lets us do: which kernel may serve it, and whether spans can be relocated.
 
 Read off the model itself, layer by layer, not off its name. What is not recognised is refused: a
-wrong rotation would not crash, it would answer.
+wrong rotation would not crash, it would answer. Whether it is what its configuration says is for
+:mod:`admission`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,11 @@ _OTHER_ROPE = (
     "dual_chunk_attention_config",
 )
 _UNSTABLE_TABLES = ("Dynamic", "LongRoPE", "SuScaled", "DualChunk")  # depend on the length served
+SPARSE_BACKEND = "dsa"  # the one of SGLang's that runs an indexer
+_SPARSE = (
+    "sparse attention (DSA): an indexer scores the whole row, by keys that are rotated as well, and "
+    "chooses what a query reads; moved and merged parts would be other choices"
+)
 _MANY_DIMENSIONS = ("MRotary", "Vision", "FourierRotary", "Ernie4_5")  # more than one position axis
 
 
@@ -31,15 +37,25 @@ _MANY_DIMENSIONS = ("MRotary", "Vision", "FourierRotary", "Ernie4_5")  # more th
 class Survey:
     """The verdict on one model.
 
-    ``foreign`` says why Tessera's own kernel can not serve its layers: SGLang's default backend then
-    does. ``refusal`` says why spans can not be served; ``rotation`` and ``rope_start`` (first rotary
-    channel of a query head) are set exactly when it is None.
+    ``foreign`` says why Tessera's own kernel can not serve its layers: one of SGLang's backends then
+    does, ``stock``, or where that is None its default for the device. ``refusal`` says why spans can
+    not be served; ``rotation`` and ``rope_start`` (first rotary channel of a query head) are set
+    exactly when it is None.
     """
 
     foreign: str | None
     refusal: str | None
     rotation: RelativeRotation | None = None
     rope_start: int = 0
+    stock: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Foreign:
+    """Why a model's attention is SGLang's to run, and which of its backends must; None: any."""
+
+    reason: str
+    stock: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,29 +69,42 @@ class LatentRow:
 def survey(model: Any, hf_config: Any, latent: LatentRow | None) -> Survey:
     """Look through a loaded model. ``hf_config`` is its text configuration; ``latent`` its cached
     row if it is an MLA model."""
-    layers = [
-        (name, parent, layer)
-        for name, parent in model.named_modules()
-        for layer in parent.children()
-        if isinstance(layer, RadixAttention)
-    ]
-    if not layers:
-        reason = "the model has no attention layer that SGLang pages"
-        return Survey(foreign=reason, refusal=reason)
-    for name, parent, layer in layers:
-        foreign = _foreign_layer(parent, layer)
-        if foreign is not None:
-            where = f"{name}: {foreign}"
-            return Survey(foreign=where, refusal=where)
+    foreign = foreign_of(model)
+    if foreign is not None:
+        return Survey(foreign=foreign.reason, refusal=foreign.reason, stock=foreign.stock)
     try:
-        rotation, start = _rotation(layers, hf_config, latent)
+        rotation, start = _rotation(_paged_layers(model), hf_config, latent)
     except _CanNotRelocateError as error:
         return Survey(foreign=None, refusal=str(error))
     return Survey(foreign=None, refusal=None, rotation=rotation, rope_start=start)
 
 
+def foreign_of(model: Any) -> Foreign | None:
+    """Whether attention goes to one of SGLang's own backends; None where Tessera's kernels fit."""
+    layers = _paged_layers(model)
+    if not layers:
+        return Foreign("the model has no attention layer that SGLang pages")
+    for name, parent, layer in layers:
+        if getattr(parent, "use_dsa", False):
+            return Foreign(f"{name}: {_SPARSE}", stock=SPARSE_BACKEND)
+        reason = _foreign_layer(parent, layer)
+        if reason is not None:
+            return Foreign(f"{name}: {reason}")
+    return None
+
+
 class _CanNotRelocateError(Exception):
     pass
+
+
+def _paged_layers(model: Any) -> list[tuple[str, Any, Any]]:
+    """Path and module that hold each paged layer, and the layer."""
+    return [
+        (name, parent, layer)
+        for name, parent in model.named_modules()
+        for layer in parent.children()
+        if isinstance(layer, RadixAttention)
+    ]
 
 
 def _foreign_layer(parent: Any, layer: Any) -> str | None:

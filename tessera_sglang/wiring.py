@@ -10,6 +10,7 @@ from tessera_sglang.attention.kernels.base import Phase
 
 from . import metrics, scheduling, spans
 from .accounting import account
+from .admission.seam import admit_model, remember_config
 from .backend import TesseraBackend
 from .batches import mark_readers
 from .cache import TesseraCache
@@ -250,7 +251,10 @@ def send_abort(original: Any, scheduler: Any, abort: Any, req: Any) -> Any:
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _DECODE_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 _REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+_RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 HOOKS = (
+    Hook(f"{_RUNNER}.load_model", HookType.BEFORE, remember_config),
+    Hook(f"{_RUNNER}.alloc_memory_pool", HookType.BEFORE, admit_model),
     Hook("sglang.srt.mem_cache.registry.default_radix_cache_factory", HookType.AROUND, make_cache),
     Hook(f"{_SCHEDULER}.init_schedule_policy", HookType.AFTER, make_intake),
     Hook(

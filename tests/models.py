@@ -22,6 +22,7 @@ from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -42,9 +43,13 @@ def write_mla(
     layers: int = 3,
     hidden: int = 128,
     rope: int = 32,
+    query_latent: int | None = 96,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """A dense DeepSeek-V3 with YaRN: latent 64, 4 heads of 32 + `rope`, values of 32."""
+    """A dense DeepSeek-V3 with YaRN: latent 64, 4 heads of 32 + `rope`, values of 32.
+
+    With `query_latent` None queries are projected in one step, as in DeepSeek-V2-Lite.
+    """
     config = DeepseekV3Config(
         vocab_size=VOCAB,
         hidden_size=hidden,
@@ -60,7 +65,7 @@ def write_mla(
         n_group=1,
         topk_group=1,
         kv_lora_rank=64,
-        q_lora_rank=96,
+        q_lora_rank=query_latent,
         qk_rope_head_dim=rope,
         qk_nope_head_dim=32,
         v_head_dim=32,
@@ -127,14 +132,43 @@ def write_windowed_config(directory: Path, *, window_tokens: int = 128) -> Path:
     return directory
 
 
+def write_per_layer_rope_config(directory: Path, *, window_tokens: int = 128) -> Path:
+    """Only a config.json: Gemma 3, whose sliding layers have another theta than its full ones."""
+    config = Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        query_pre_attn_scalar=32,
+        max_position_embeddings=4096,
+        sliding_window=window_tokens,
+        layer_types=["sliding_attention", "full_attention"] * 2,
+        rope_parameters={
+            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "full_attention": {"rope_type": "default", "rope_theta": 1000000.0},
+        },
+        architectures=["Gemma3ForCausalLM"],
+    )
+    config.save_pretrained(directory)
+    return directory
+
+
+def rewrite_config(directory: Path, **fields: Any) -> Path:
+    """Change fields of a checkpoint's config.json behind its weights' back."""
+    path = directory / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **fields}, indent=2) + "\n")
+    return directory
+
+
 def _save(
     model: PreTrainedModel, directory: Path, seed: int, dtype: torch.dtype, extra: dict[str, Any]
 ) -> Path:
     _randomize(model, torch.Generator().manual_seed(seed))
     model.to(dtype).save_pretrained(directory)
-    path = directory / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), **extra}, indent=2) + "\n")
-    return directory
+    return rewrite_config(directory, **extra)
 
 
 @torch.no_grad()

@@ -234,7 +234,23 @@ def test_a_layer_that_our_kernel_can_not_run_names_itself(block: Any, reason: st
     assert verdict.foreign == verdict.refusal
     assert verdict.foreign.startswith("layers.1: ")
     assert reason in verdict.foreign
-    assert verdict.rotation is None
+    assert verdict.rotation is verdict.stock is None
+
+
+def test_sparse_attention_goes_to_its_own_backend() -> None:
+    block: Any = latent_block()
+    block.use_dsa = True
+    verdict = look(latent_block(), block, latent=LATENT)
+    assert verdict.stock == "dsa"
+    assert verdict.foreign == verdict.refusal
+    assert verdict.foreign.startswith("layers.1: sparse attention (DSA)")
+
+
+def test_dense_attention_of_the_same_family_is_ours() -> None:
+    block: Any = latent_block()
+    block.use_dsa = False
+    verdict = look(block, latent=LATENT)
+    assert (verdict.foreign, verdict.refusal, verdict.stock) == (None, None, None)
 
 
 def test_a_layer_with_a_plain_cap_or_without_sinks_is_ours() -> None:

@@ -1,5 +1,4 @@
 # mypy: ignore-errors
-# ruff: noqa: N803
 """The TileLang kernel of `tilelang_decode`: attention of stacked heads to scattered MLA rows.
 
 One source for two targets. On a GPU, tiles are in shared memory and registers. Compiled to C, which is
@@ -59,10 +58,8 @@ def build(
     shared, fragment = (T.alloc_local, T.alloc_local) if cpu else (T.alloc_shared, T.alloc_fragment)
     rope_width = key_width - value_width
     to_exp2 = scale * math.log2(math.e)
-    configs = {
-        tilelang.PassConfigKey.TL_DISABLE_TMA_LOWER: True,  # rows are gathered one by one
-        tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True,
-    }
+    # Rows are gathered one by one: there is nothing for a producer warp to do with bulk copies.
+    configs = {tilelang.PassConfigKey.TL_DISABLE_WARP_SPECIALIZED: True}
     extra = {"execution_backend": "cython"} if cpu else {}
 
     @T.macro

@@ -1,18 +1,103 @@
-"""Whole batches against the oracle: plan, look-up, rotation, kernel and merge together."""
+"""Whole batches against the oracle: plan, look-up, rotation, kernel and merge together.
+
+One row of a table, and one check, for each kernel, kind of layers and case.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.attention.world import build
-from tessera_sglang.attention.kernels.base import Kernel
+from benchmarks.report import Check, Report, Table, progress
+from tessera_sglang.attention.kernels.base import Kernel, Phase
 from tessera_sglang.attention.plan import BatchQueries
 
-from .cases import Batch, Model, shared
+from .budget import Budget
+from .cases import Batch, Model, batches, models, shared
+from .kernels import refusal
 from .oracle import expected, flattened
-from .parity import BOUNDS, Deviation, deviation
+from .parity import BOUNDS, EDGES, Deviation, check_launch, deviation
 from .timing import capture, lengths, static_step
+
+COLUMNS = ("kernel", "layers", "case", "out", "cosine", "lse", "log base")
+SHARED = ("shared decode", "shared decode against unshared", "shared decode against flat")
+
+
+@dataclass(slots=True)
+class Answers:
+    """What was compared, kernel by kernel."""
+
+    device: str
+    rows: list[tuple[object, ...]] = field(default_factory=list)
+    checks: list[Check] = field(default_factory=list)
+
+    def measure(self, kernels: Mapping[str, Kernel | str], budget: Budget) -> None:
+        """Compare kernels; a text says why one is not there."""
+        for name, kernel in kernels.items():
+            if isinstance(kernel, str):
+                self.rows.append((name, "", f"not there: {kernel}", *[None] * 4))
+                continue
+            for model in models(self.device):
+                what = f"answers of {name}, {model.name}"
+                if budget.allows(what):
+                    progress(f"{what} ({budget.spent_s:.0f} s)")
+                    self._compare(kernel, model)
+
+    def finish(self, report: Report) -> None:
+        """Add what was found."""
+        title = "answers against the oracle, as shares of what they may be off"
+        report.tables.append(Table(title, COLUMNS, self.rows))
+        report.figures["answers"] = [dict(zip(COLUMNS, row, strict=True)) for row in self.rows]
+        report.checks += self.checks
+
+    def _compare(self, kernel: Kernel, model: Model) -> None:
+        device, add = self.device, partial(self._add, kernel, model)
+        for parts in EDGES:
+            phase = Phase.VERIFY if parts.causal else Phase.DECODE
+            add(parts.name, phase, partial(check_launch, kernel, model.shape, parts, device))
+        for batch in batches(device):
+            add(batch.name, batch.phase, partial(check_batch, kernel, model, batch, device))
+        found = cache(partial(check_shared, kernel, model, device))
+        for case in SHARED:
+            add(case, Phase.DECODE, partial(_one, found, case))
+        if device == "cuda" and kernel.capabilities.graph_safe:
+            for rows in (1, 8):
+                replay = partial(check_replay, kernel, model, rows=rows)
+                add(f"captured decode, parts of {rows}", Phase.DECODE, replay)
+
+    def _add(
+        self,
+        kernel: Kernel,
+        model: Model,
+        case: str,
+        phase: Phase,
+        check: Callable[[], Deviation],
+    ) -> None:
+        name = kernel.capabilities.name
+        why = refusal(kernel, model.shape, phase, self.device)
+        if why is not None:
+            self.rows.append((name, model.name, f"{case}: it {why}", *[None] * 4))
+            return
+        label = f"{name}, {model.name}, {case}: deviation by bound"
+        try:
+            found = check()
+        except Exception as error:  # a kernel that breaks is a finding, and not the last one
+            what = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            self.rows.append((name, model.name, f"{case}: {what}", *[None] * 4))
+            self.checks.append(Check.at_most(label, None, 1.0))
+            return
+        shares = (found.out, found.cosine, found.lse, found.log_base)
+        self.rows.append((name, model.name, case, *shares))
+        self.checks.append(Check.at_most(label, found.worst, 1.0))
+
+
+def _one(found: Callable[[], dict[str, Deviation]], case: str) -> Deviation:
+    return found()[case]
 
 
 def check_batch(kernel: Kernel, model: Model, batch: Batch, device: str) -> Deviation:
@@ -35,11 +120,7 @@ def check_shared(kernel: Kernel, model: Model, device: str) -> dict[str, Deviati
     def against(other: Tensor) -> Deviation:
         return deviation(out, other.float(), None, lse, bounds)
 
-    return {
-        "shared decode": against(wanted),
-        "shared decode against unshared": against(apart),
-        "shared decode against flat sequences": against(flat),
-    }
+    return dict(zip(SHARED, map(against, (wanted, apart, flat)), strict=True))
 
 
 def check_replay(kernel: Kernel, model: Model, *, rows: int) -> Deviation:
@@ -56,7 +137,8 @@ def check_replay(kernel: Kernel, model: Model, *, rows: int) -> Deviation:
     graph, out = capture(forward)
     worst: list[Deviation] = []
     count = len(world.requests)
-    for ahead, order in ((0, list(range(count))), (3, list(range(count))), (9, [5, 2, 2, 7, 0, 1, 4, 6])):
+    steps = ((0, [*range(count)]), (3, [*range(count)]), (9, [5, 2, 2, 7, 0, 1, 4, 6]))
+    for ahead, order in steps:
         layouts = [world.batch.layouts[n] for n in order]
         sources = [world.batch.sources[n] for n in order]
         some = [int(world.batch.seq_tokens[n]) - ahead for n in order]

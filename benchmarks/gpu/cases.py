@@ -42,7 +42,7 @@ def models(device: str) -> tuple[Model, ...]:
 
 def batches(device: str) -> tuple[Batch, ...]:
     """Plain requests and readers, in every phase."""
-    pages = 16 if device == "cuda" else 2  # of the smallest document
+    pages = 16 if device == "cuda" else 1  # of the smallest document
     a, b = 3 * pages * PAGE, pages * PAGE
     return (
         Batch("plain decode", Phase.DECODE, (Request(b + 300), Request(64), Request(a + 1))),

@@ -49,6 +49,7 @@ def flashmla(world: World) -> Callable[[], Tensor]:
             causal=False,
             **extra,
         )
-        return out[:, 0]
+        result: Tensor = out[:, 0]
+        return result
 
     return call

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from benchmarks.attention.world import World
-from tessera_sglang.attention.execute import Pass
 from tessera_sglang.attention.kernels.base import Kernel
 from tessera_sglang.attention.plan import BatchQueries, Plan, build_plan
 from tessera_sglang.attention.static_decode import StaticDecode, StaticShape, Storage
@@ -24,6 +23,7 @@ from tessera_sglang.attention.static_decode import StaticDecode, StaticShape, St
 FLUSHED_BYTES = 256 << 20  # several times an L2 cache
 BUSY_CYCLES = 2_000_000  # about a millisecond: longer than it takes to queue a layer
 WARM_UP, CALLS = 3, 30
+cuda: Any = torch.cuda  # partly untyped
 
 
 class Replayable(Protocol):
@@ -42,8 +42,8 @@ def time_us(call: Callable[[], object], *, calls: int = CALLS) -> float:
     events = []
     for _ in range(calls):
         flush.zero_()
-        torch.cuda._sleep(BUSY_CYCLES)
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        cuda._sleep(BUSY_CYCLES)
+        start, end = (cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         call()
         end.record()
@@ -54,7 +54,7 @@ def time_us(call: Callable[[], object], *, calls: int = CALLS) -> float:
 
 def capture(call: Callable[[], Tensor]) -> tuple[Replayable, Tensor]:
     """A graph of a call, and the tensor that every replay writes. Warmed up on a side stream."""
-    side = torch.cuda.Stream()
+    side = cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(WARM_UP):
@@ -125,8 +125,3 @@ class Amount:
         width = shape.key_width + shape.value_width
         row_bytes = shape.query_heads * width * shape.dtype.itemsize
         return cls(flop, float(keys * key_bytes + rows * row_bytes))
-
-
-def eager(world: World, begun: Pass) -> Callable[[], Tensor]:
-    """A layer of a pass."""
-    return lambda: world.attend(begun)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from tessera_sglang.attention.execute import Executor
 from tessera_sglang.attention.kernels.base import (
     AttentionShape,
     Kernel,
@@ -21,6 +22,7 @@ from tessera_sglang.attention.kernels.base import (
     RowFormat,
 )
 from tessera_sglang.attention.kernels.library import import_library
+from tessera_sglang.attention.plan import BatchQueries, build_plan
 from tessera_sglang.attention.preferences import Situation
 from tessera_sglang.attention.router import AUTO, Router, require
 from tessera_sglang.attention.shelf import Offer, Shelf
@@ -115,8 +117,23 @@ def make_router(runner: Any, wanted: str) -> Router:
     """
     router = Router(wanted, situation_of(runner), offers())
     router.log()
+    warm_up(router, runner.device)
     runner.tessera_router = router
     return router
+
+
+def warm_up(router: Router, device: Any) -> None:
+    """Schedule an empty launch on every kernel, so that those that compile do so before they serve.
+
+    Raises:
+        KernelUnavailableError: one does not compile here.
+    """
+    shape = router.situation.shape
+    plan = build_plan(BatchQueries.of([1], [1], [None]))
+    slots = torch.zeros((1, 1), dtype=torch.int64, device=device)
+    row = torch.zeros(1, dtype=torch.int64, device=device)
+    for kernel in {id(route.kernel): route.kernel for route in router.routes.values()}.values():
+        Executor(shape, None).begin(plan, kernel, slots, row).prepare(1.0)
 
 
 def router_of(runner: Any) -> Router | None:

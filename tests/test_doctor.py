@@ -88,9 +88,7 @@ def test_a_gpu_shows_what_it_misses(
     assert status == 0, "a server starts, on a fallback"
     why = {(route["model"][:5], route["phase"]): route["why"] for route in found["routes"]}
     assert why["DeepS", "decode"].startswith("instead of flashmla (unavailable: OSError: libcuda")
-    assert why["Llama", "prefill"].endswith(
-        "flashinfer (unavailable: flashinfer is not installed)"
-    )
+    assert why["Llama", "prefill"].endswith("flashinfer (unavailable: flashinfer is not installed)")
 
 
 def test_a_bad_configuration_is_a_finding(

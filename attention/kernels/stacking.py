@@ -116,25 +116,34 @@ class Batch:
         pages = work.pages[at.clamp(max=work.pages.numel() - 1)]
         return torch.where(inside, pages, 0)
 
+    def key_starts(self, work: Work) -> Tensor:
+        """Where every part's keys begin in ``work.slots``: ``[b]`` int32."""
+        if work.static:  # at a fixed stride, however many there are
+            assert self.parts is None
+            stride = int(work.host_key_indptr[1])
+            return (
+                torch.arange(work.parts, dtype=torch.int32, device=work.key_indptr.device) * stride
+            )
+        starts = work.key_indptr[:-1]
+        return starts if self.parts is None else starts.index_select(0, self.parts)
+
     def key_slots(self, work: Work) -> tuple[Tensor, Tensor]:
         """CSR of the bucket's keys: indptr ``[b + 1]`` int32 and slots ``[keys]`` int64.
 
-        The work's own tables where the bucket is all of it or a run of its parts; else a copy.
+        The work's own tables where the bucket is a run of its parts; else a copy without gaps, for
+        static work as long as its capacity, and filled up with any slots.
         """
         assert work.slots is not None
-        if self.parts is None:
-            return work.key_indptr, work.slots
         first, last = int(self.host_parts[0]), int(self.host_parts[-1])
-        if last - first + 1 == self.size:
+        if last - first + 1 == self.size and not work.static:
             return work.key_indptr[first : last + 2], work.slots
-        assert not work.static, "parts of a static launch are one bucket"
-        counts = np.diff(work.host_key_indptr)[self.host_parts]
-        starts = work.key_indptr[:-1].index_select(0, self.parts)
         tokens = self.key_tokens(work)
         indptr = torch.nn.functional.pad(tokens.cumsum(0, dtype=torch.int32), (1, 0))
-        total = int(counts.sum())
-        shift = torch.repeat_interleave(starts - indptr[:-1], tokens, output_size=total)
-        return indptr, work.slots[shift + torch.arange(total, device=tokens.device)]
+        total = int(np.diff(work.host_key_indptr)[self.host_parts].sum())
+        at = torch.arange(total, dtype=torch.int32, device=tokens.device)
+        entry = torch.searchsorted(indptr[1:], at, right=True).clamp(max=self.size - 1)
+        source = (self.key_starts(work) - indptr[:-1])[entry] + at
+        return indptr, work.slots[source.clamp(max=work.slots.numel() - 1)]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -106,9 +106,7 @@ class TileLangKernel:
     def _launch(self, work: Work, shape: AttentionShape, scale: float, batch: Batch) -> _Launch:
         heads = padded_heads(batch.rows * shape.query_heads)
         block_heads = 2 * HEAD_TILE if heads % (2 * HEAD_TILE) == 0 else HEAD_TILE
-        starts = work.key_indptr[:-1]
-        if batch.parts is not None:
-            starts = starts.index_select(0, batch.parts)
+        starts = batch.key_starts(work)
         tokens, visible = batch.key_tokens(work), batch.visible_keys(work)
         most = int((work.host_key_indptr[1:] - work.host_key_indptr[:-1])[batch.host_parts].max())
         splits = split_count(

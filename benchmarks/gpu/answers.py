@@ -67,7 +67,7 @@ class Answers:
             add(case, Phase.DECODE, partial(_one, found, case))
         if device == "cuda" and kernel.capabilities.graph_safe:
             for rows in (1, 8):
-                replay = partial(check_replay, kernel, model, rows=rows)
+                replay = partial(check_replay, kernel, model, device, rows=rows)
                 add(f"captured decode, parts of {rows}", Phase.DECODE, replay)
 
     def _add(
@@ -123,9 +123,9 @@ def check_shared(kernel: Kernel, model: Model, device: str) -> dict[str, Deviati
     return dict(zip(SHARED, map(against, (wanted, apart, flat)), strict=True))
 
 
-def check_replay(kernel: Kernel, model: Model, *, rows: int) -> Deviation:
+def check_replay(kernel: Kernel, model: Model, device: str, *, rows: int) -> Deviation:
     """A decode step captured once and replayed over other lengths and another batch: the worst."""
-    world = build(model.shape, shared(8, 2048), "cuda")
+    world = build(model.shape, shared(8, 2048 if device == "cuda" else 256), device)
     step = static_step(world, kernel, rows=rows)
     request_rows, seq = world.request_rows.clone(), lengths(world)
     q = world.q.clone()
@@ -145,13 +145,13 @@ def check_replay(kernel: Kernel, model: Model, *, rows: int) -> Deviation:
         batch = BatchQueries.of([1] * count, some, layouts, sources)
         request_rows.copy_(torch.tensor(order))
         seq.copy_(torch.tensor(some))
-        q.normal_(generator=torch.Generator("cuda").manual_seed(ahead))
+        q.normal_(generator=torch.Generator(device).manual_seed(ahead))
         step.load(batch, world.rows, request_rows)
         graph.replay()
         found = out.clone()
         plan = world.plan(batch)
         begun = world.executor.begin(plan, kernel, world.rows, request_rows)
         again = begun.attend(q, world.keys, world.values, scale=world.scale)
-        shown = torch.zeros(found.shape[:2], device="cuda")
+        shown = torch.zeros(found.shape[:2], device=device)
         worst.append(deviation(found, again.float(), None, shown, BOUNDS[model.shape.dtype]))
     return max(worst, key=lambda one: one.worst)

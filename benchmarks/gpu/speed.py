@@ -51,6 +51,7 @@ class Line:
 class Speed:
     """What was timed."""
 
+    device: str = "cuda"
     lines: list[Line] = field(default_factory=list)
 
     def measure(self, kernels: Mapping[str, Kernel | str], budget: Budget) -> None:
@@ -59,7 +60,7 @@ class Speed:
             name = f"{case.name}, {case.model.name}"
             if budget.allows(f"{name}, by {', '.join(kernels)}"):
                 progress(f"{name}, by {', '.join(kernels)} ({budget.spent_s:.0f} s)")
-                self.lines += _case(case, kernels)
+                self.lines += _case(case, kernels, self.device)
                 torch.cuda.empty_cache()
 
     def finish(self, report: Report) -> None:
@@ -71,10 +72,10 @@ class Speed:
             _check(report, case, self.lines)
 
 
-def _case(case: Timed, kernels: Mapping[str, Kernel | str]) -> Iterator[Line]:
+def _case(case: Timed, kernels: Mapping[str, Kernel | str], device: str) -> Iterator[Line]:
     shape = case.model.shape
-    plain = build(shape, case.flat, "cuda")
-    spans = build(shape, case.requests, "cuda")
+    plain = build(shape, case.flat, device)
+    spans = build(shape, case.requests, device)
     measured: list[tuple[str, str, str, float]] = []
     failed: list[Line] = []
     if case.phase is Phase.DECODE and shape.latent and shape.rows is RowFormat.PLAIN:
@@ -87,7 +88,7 @@ def _case(case: Timed, kernels: Mapping[str, Kernel | str]) -> Iterator[Line]:
         kernel = kernels.get(name)
         if kernel is None or (name == "torch" and measured):
             continue  # PyTorch is the last resort, and takes long
-        why = kernel if isinstance(kernel, str) else refusal(kernel, shape, case.phase, "cuda")
+        why = kernel if isinstance(kernel, str) else refusal(kernel, shape, case.phase, device)
         if isinstance(kernel, str) or why is not None:
             yield Line(case.name, case.model.name, name, "", "", None, note=why or "")
             continue

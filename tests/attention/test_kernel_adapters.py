@@ -1,20 +1,18 @@
-"""Adapters of CUDA libraries: what can be said of them without a GPU (which ABI, what is refused, what
-the arguments of a call mean), and, marked ``gpu``, parity with the oracle."""
+"""Adapters of CUDA libraries, as far as can be said without a GPU: which ABI, what is refused, whether
+calls fit what is installed. Parity is in `test_kernels_on_gpu`."""
 
 from __future__ import annotations
 
 import inspect
 import sys
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from work import Pool, check, make_pool, make_work, part_slots, reference_parts
+from work import DECODE, STACKED, Pool, Sizes, make_pool, make_work
 
 from tessera_sglang.attention.kernels.base import (
     AttentionShape,
@@ -24,26 +22,18 @@ from tessera_sglang.attention.kernels.base import (
     RowFormat,
     Work,
 )
-from tessera_sglang.attention.kernels.flashinfer import FlashInferKernel, planned_heads
-from tessera_sglang.attention.kernels.flashmla import FlashMLAKernel, key_indices, padded_heads
+from tessera_sglang.attention.kernels.flashinfer import FlashInferKernel
+from tessera_sglang.attention.kernels.flashmla import FlashMLAKernel
 from tessera_sglang.attention.kernels.flashmla_abi import Abi, recognise_abi
 from tessera_sglang.attention.kernels.library import import_library, require
-from tessera_sglang.attention.kernels.paging import blind_rows, in_pages, page_plan
-from tessera_sglang.attention.kernels.stacking import buckets, stack
-from tessera_sglang.attention.packed_rows import pack, unpack
+from tessera_sglang.attention.kernels.paging import blind_rows
 
 MLA = AttentionShape(16, 1, 576, 512, True, 64, torch.bfloat16)
 LLAMA = AttentionShape(32, 8, 128, 128, False, 64, torch.bfloat16)
 
-# Query rows and keys of the parts.
-DECODE = tuple((1, keys) for keys in (1, 63, 64, 65, 127, 129, 700))
-STACKED = ((3, 65), (1, 129), (16, 300), (2, 0), (1, 1), (5, 64), (5, 128))
-VERIFY = ((4, 4), (4, 65), (3, 129), (1, 1), (4, 700))
-PREFILL = ((100, 100), (7, 129), (1, 64), (65, 400))
-
 
 def work_of(
-    parts: tuple[tuple[int, int], ...],
+    parts: Sizes,
     causal: bool = False,
     capacity: int | None = None,
     **pool: Any,
@@ -257,143 +247,6 @@ def test_flashinfer_refuses(
     assert FlashInferKernel.capabilities.refusal(shape, phase, "cpu") == "runs on cuda, not on cpu"
 
 
-# --- stacking ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("powers_of_two", [True, False])
-@pytest.mark.parametrize("seed", range(6))
-def test_buckets_against_brute_force(powers_of_two: bool, seed: int) -> None:
-    random = np.random.default_rng(seed)
-    counts = random.integers(0, (2, 5, 40, 3, 17, 1)[seed] + 1, size=random.integers(1, 30))
-    indptr = np.concatenate([[0], np.cumsum(counts)])
-    found, place = buckets(indptr, powers_of_two=powers_of_two)
-
-    assert sorted(part for bucket in found for part in bucket.parts) == list(np.flatnonzero(counts))
-    classes = [int(np.ceil(np.log2(counts[bucket.parts].max()))) for bucket in found]
-    assert classes == sorted(set(classes))
-    rows_in_places = np.concatenate([np.empty(0, np.int64), *(bucket.gather for bucket in found)])
-    assert np.array_equal(rows_in_places[place], np.arange(indptr[-1]))
-    for bucket in found:
-        most = int(counts[bucket.parts].max())
-        assert bucket.rows == (1 << (most - 1).bit_length() if powers_of_two else most)
-        assert bool((2 * counts[bucket.parts] > bucket.rows).all()), "less than half is padding"
-        for part, line in zip(bucket.parts, bucket.gather.reshape(-1, bucket.rows), strict=True):
-            first, last = indptr[part], indptr[part + 1]
-            padding = bucket.rows - (last - first)
-            assert list(line) == [first] * padding + list(range(first, last))
-
-
-@pytest.mark.parametrize("powers_of_two", [True, False])
-@pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("parts", [DECODE, STACKED, VERIFY, ((0, 9), (2, 64), (0, 0), (2, 3))])
-def test_a_stacked_batch_holds_the_parts(
-    parts: tuple[tuple[int, int], ...], causal: bool, powers_of_two: bool
-) -> None:
-    work, _ = work_of(parts, causal)
-    stacking = stack(work, powers_of_two=powers_of_two)
-    q = torch.randn(work.rows, 3, 8)
-    own = part_slots(work)
-    stacked = [batch.stack(q) for batch in stacking.batches]
-    assert torch.equal(stacking.restore(stacked), q)
-    for batch, rows in zip(stacking.batches, stacked, strict=True):
-        tokens, visible = batch.key_tokens(work), batch.visible_keys(work)
-        table = batch.block_table(work, tokens)
-        indices = key_indices(table, visible, causal)
-        indptr, slots = batch.key_slots(work)
-        for entry, part in enumerate(batch.host_parts.tolist()):
-            count, keys = parts[part]
-            first, last = work.host_query_indptr[part : part + 2]
-            assert torch.equal(rows[entry, batch.rows - count :], q[first:last])
-            assert int(tokens[entry]) == keys
-            paged = (table[entry].long()[:, None] * 64 + torch.arange(64)).reshape(-1)
-            assert torch.equal(paged[:keys], own[part])
-            assert bool((table[entry, -(-keys // 64) :] == 0).all())
-            assert torch.equal(slots[indptr[entry] : indptr[entry + 1]], own[part])
-            for row in range(count):
-                seen = max(keys - count + row + 1, 0) if causal else keys
-                at = batch.rows - count + row
-                assert int(visible[entry, at]) == seen
-                listed = indices[entry, at]
-                assert torch.equal(listed[:seen].long(), own[part][:seen])
-                assert bool((listed[seen:] == -1).all())
-
-
-def test_equal_parts_are_neither_copied_nor_indexed() -> None:
-    work, _ = work_of(DECODE)
-    (batch,) = stack(work, powers_of_two=True).batches
-    q = torch.randn(work.rows, 3, 8)
-    assert batch.stack(q).data_ptr() == q.data_ptr()
-    assert batch.key_slots(work) == (work.key_indptr, work.slots)
-    strided = torch.randn(work.rows, 2, 3, 8)[:, 1]
-    assert torch.equal(batch.stack(strided)[:, 0], strided)
-
-
-def test_static_work_has_the_shapes_of_its_capacity() -> None:
-    shapes = set()
-    for parts in (((3, 65), (3, 0)), ((3, 1), (3, 190))):
-        work, _ = work_of(parts, capacity=192)
-        (batch,) = stack(work, powers_of_two=True).batches
-        assert (batch.rows, batch.parts, batch.gather) == (3, None, None)
-        tokens = batch.key_tokens(work)
-        table = batch.block_table(work, tokens)
-        for line, (_, keys), slots in zip(table, parts, part_slots(work), strict=True):
-            assert torch.equal(
-                (line.long()[:, None] * 64 + torch.arange(64)).view(-1)[:keys], slots
-            )
-        shapes.add((table.shape, batch.visible_keys(work).shape))
-    assert shapes == {((2, 3), (2, 3))}
-
-
-def test_a_run_of_parts_shares_the_table_of_slots() -> None:
-    work, _ = work_of(((1, 5), (2, 65), (2, 3), (4, 9)))
-    two = stack(work).batches[1]
-    assert two.host_parts.tolist() == [1, 2]
-    indptr, slots = two.key_slots(work)
-    assert slots is work.slots
-    assert indptr.tolist() == [5, 70, 73]
-
-
-# --- pages on the host ---------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("causal", [True, False])
-def test_blind_rows(causal: bool) -> None:
-    work, _ = work_of(((3, 0), (2, 5), (4, 2), (0, 0), (1, 1)), causal)
-    assert blind_rows(work).tolist() == ([0, 1, 2, 5, 6] if causal else [0, 1, 2])
-
-
-def test_page_plan_against_brute_force() -> None:
-    work, _ = work_of(STACKED)
-    plan = page_plan(work)
-    assert all(
-        tensor.dtype == torch.int32
-        for tensor in (plan.query_indptr, plan.page_indptr, plan.key_tokens, plan.last_page_tokens)
-    )
-    assert plan.query_indptr.tolist() == work.query_indptr.tolist()
-    assert plan.key_tokens.tolist() == [keys for _, keys in STACKED]
-    assert plan.page_indptr.tolist() == work.page_indptr.tolist()
-    for (first, last), tail, (_, keys) in zip(
-        pairwise(plan.page_indptr.tolist()), plan.last_page_tokens.tolist(), STACKED, strict=True
-    ):
-        assert keys == (max(last - first - 1, 0)) * 64 + tail
-        assert (1 <= tail <= 64) == (keys > 0)
-
-
-def test_a_pool_in_pages_is_a_view() -> None:
-    pool = torch.arange(10 * 2 * 3).view(10, 2, 3)
-    pages = in_pages(pool, 4)
-    assert pages.shape == (2, 4, 2, 3)
-    assert pages.data_ptr() == pool.data_ptr()
-    assert torch.equal(pages[1, 3], pool[7])
-
-
-def test_padded_heads() -> None:
-    assert [padded_heads(heads) for heads in (1, 16, 64, 65, 128)] == [64, 64, 64, 128, 128]
-    with pytest.raises(ValueError, match="at most 128"):
-        padded_heads(129)
-    assert [planned_heads(heads) for heads in (1, 9, 16, 40, 128)] == [1, 16, 16, 64, 128]
-
-
 # --- calls of FlashInfer, against the installed signatures ---------------------------------------
 
 
@@ -496,154 +349,3 @@ def test_flashinfer_needs_no_plan_for_rows_that_see_nothing(
     out, lse = flashinfer_kernel.run(prepared, torch.randn(3, 3, 576), pool.keys, pool.values)
     assert out.shape == (3, 3, 512)
     assert bool(lse.isneginf().all())
-
-
-# --- parity, on a GPU ----------------------------------------------------------------------------
-
-BF16_TOLERANCE = 2e-2  # outputs are stored in it, and probabilities are rounded to it
-BF16_COSINE = 2e-5
-
-
-def on_gpu(
-    kernel: Any,
-    shape: AttentionShape,
-    parts: tuple[tuple[int, int], ...],
-    phase: Phase,
-    *,
-    causal: bool = False,
-    capacity: int | None = None,
-) -> None:
-    """The kernel over these parts against the oracle."""
-    refusal = kernel.capabilities.refusal(shape, phase, "cuda", _compute())
-    if refusal is not None:
-        pytest.skip(refusal)
-    torch.manual_seed(0)
-    pool = make_pool(
-        [keys for _, keys in parts],
-        kv_heads=shape.kv_heads,
-        key_width=shape.key_width,
-        value_width=shape.value_width,
-        latent=shape.latent,
-        dtype=shape.dtype,
-        page_tokens=shape.page_tokens,
-    )
-    described = [(rows, slots) for (rows, _), slots in zip(parts, pool.slots, strict=True)]
-    work = make_work(described, causal, shape.page_tokens, capacity=capacity, device="cuda")
-    q = torch.randn(work.rows, shape.query_heads, shape.key_width, device="cuda").to(shape.dtype)
-    check(
-        kernel,
-        shape,
-        work,
-        q,
-        pool.to("cuda"),
-        scale=shape.key_width**-0.5,
-        logit_cap=shape.logit_cap,
-        tolerance=BF16_TOLERANCE,
-        cosine=BF16_COSINE,
-    )
-
-
-def _compute() -> tuple[int, int]:
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    return torch.cuda.get_device_capability()
-
-
-def or_skip(make: Any) -> Any:
-    try:
-        return make()
-    except KernelUnavailableError as error:
-        pytest.skip(str(error))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 64, 128])
-def test_flashmla_parity(heads: int) -> None:
-    kernel, shape = or_skip(FlashMLAKernel), replace(MLA, query_heads=heads)
-    on_gpu(kernel, shape, DECODE, Phase.DECODE)
-    on_gpu(kernel, shape, STACKED, Phase.DECODE)
-    on_gpu(kernel, shape, VERIFY, Phase.VERIFY, causal=True)
-    on_gpu(kernel, shape, ((2, 65), (2, 0), (2, 130)), Phase.DECODE, capacity=192)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 128])
-@pytest.mark.parametrize("causal", [False, True])
-def test_flashmla_parity_on_packed_rows(heads: int, causal: bool) -> None:
-    kernel = or_skip(FlashMLAKernel)
-    shape = replace(MLA, query_heads=heads, rows=RowFormat.FP8_PACKED)
-    refusal = kernel.capabilities.refusal(shape, Phase.VERIFY, "cuda", _compute())
-    if refusal is not None:
-        pytest.skip(refusal)
-    parts = VERIFY if causal else STACKED
-    torch.manual_seed(0)
-    pool = make_pool(
-        [keys for _, keys in parts],
-        kv_heads=1,
-        key_width=576,
-        value_width=512,
-        latent=True,
-        dtype=torch.bfloat16,
-    )
-    keys = pool.keys.nan_to_num()  # NaN has no place in a quantised row
-    packed = pack(keys[:, 0, :512], keys[:, 0, 512:])  # [slots, 656]
-    read = unpack(packed, torch.float32)[:, None]
-    packed = packed.cuda()[:, None]
-    described = [(rows, slots) for (rows, _), slots in zip(parts, pool.slots, strict=True)]
-    work = make_work(described, causal, device="cuda")
-    q = torch.randn(work.rows, heads, 576, device="cuda").to(torch.bfloat16)
-    prepared = kernel.prepare(work, shape, scale=0.05)
-    out, lse = kernel.run(prepared, q, packed, packed)
-    wanted, wanted_lse = reference_parts(work, q, read, read[..., :512], 0.05)
-    assert torch.equal(lse.cpu().isneginf(), wanted_lse.isneginf())
-    torch.testing.assert_close(lse.cpu(), wanted_lse, rtol=2e-2, atol=2e-2)
-    shown = ~wanted_lse.isneginf()
-    torch.testing.assert_close(out.cpu().float()[shown], wanted[shown], rtol=3e-2, atol=3e-2)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 40, 128])
-def test_flashinfer_parity_on_mla(heads: int) -> None:
-    kernel, shape = or_skip(FlashInferKernel), replace(MLA, query_heads=heads)
-    on_gpu(kernel, shape, DECODE, Phase.DECODE)
-    on_gpu(kernel, shape, STACKED, Phase.PREFILL)
-    on_gpu(kernel, shape, VERIFY, Phase.VERIFY, causal=True)
-    on_gpu(kernel, shape, PREFILL, Phase.PREFILL, causal=True)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("shape", [LLAMA, replace(LLAMA, query_heads=28, kv_heads=4)], ids=str)
-@pytest.mark.parametrize("logit_cap", [0.0, 5.0])
-def test_flashinfer_parity_on_grouped_heads(shape: AttentionShape, logit_cap: float) -> None:
-    kernel, shape = or_skip(FlashInferKernel), replace(shape, logit_cap=logit_cap)
-    on_gpu(kernel, shape, DECODE, Phase.DECODE)
-    on_gpu(kernel, shape, STACKED, Phase.PREFILL)
-    on_gpu(kernel, shape, PREFILL, Phase.PREFILL, causal=True)
-
-
-@pytest.mark.gpu
-def test_triton_parity() -> None:
-    from tessera_sglang.attention.kernels.triton_decode import TritonKernel
-
-    library = pytest.importorskip("sglang.kernels.ops.attention.decode_attention")
-    kernel = TritonKernel(library.decode_attention_fwd)
-    for shape in (
-        MLA,
-        replace(MLA, query_heads=128),
-        LLAMA,
-        replace(LLAMA, query_heads=28, kv_heads=4),
-    ):
-        on_gpu(kernel, shape, DECODE, Phase.DECODE)
-        on_gpu(kernel, shape, STACKED, Phase.DECODE)
-        on_gpu(kernel, shape, ((2, 65), (2, 0), (2, 130)), Phase.DECODE, capacity=192)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("heads", [16, 128])
-def test_tilelang_parity(heads: int) -> None:
-    from tessera_sglang.attention.kernels.tilelang_decode import TileLangKernel
-
-    kernel, shape = or_skip(TileLangKernel), replace(MLA, query_heads=heads)
-    on_gpu(kernel, shape, DECODE, Phase.DECODE)
-    on_gpu(kernel, shape, STACKED, Phase.DECODE)
-    on_gpu(kernel, shape, VERIFY, Phase.VERIFY, causal=True)

@@ -128,7 +128,9 @@ def test_a_missing_library_is_a_fallback_to_the_next_best() -> None:
 
 
 def test_of_several_passed_over_the_best_is_the_one_that_was_wanted() -> None:
-    found = route("auto", Phase.DECODE, HOPPER, Shelf(offers("flashmla", "flashinfer", "fa3", "tilelang")))
+    found = route(
+        "auto", Phase.DECODE, HOPPER, Shelf(offers("flashmla", "flashinfer", "fa3", "tilelang"))
+    )
     assert found.fallback == ("flashmla", "triton", "unavailable")
     assert [other.name for other in found.rejected] == ["flashmla", "flashinfer", "fa3", "tilelang"]
     everything = Shelf(offers("flashmla", "flashinfer", "fa3", "tilelang", "triton"))

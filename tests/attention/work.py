@@ -21,6 +21,13 @@ from torch import Tensor
 from tessera_sglang.attention.kernels.base import AttentionShape, Work
 from tessera_sglang.attention.reference import attend_reference
 
+Sizes = tuple[tuple[int, int], ...]  # query rows and keys of each part
+
+DECODE: Sizes = tuple((1, keys) for keys in (1, 63, 64, 65, 127, 129, 700))
+STACKED: Sizes = ((3, 65), (1, 129), (16, 300), (2, 0), (1, 1), (5, 64), (5, 128))
+VERIFY: Sizes = ((4, 4), (4, 65), (3, 129), (1, 1), (4, 700))
+PREFILL: Sizes = ((100, 100), (7, 129), (1, 64), (65, 400))
+
 # Query rows, and where the keys lie: slots [S] int64, or (pages [ceil(S/page)], S).
 Part = tuple[int, Tensor | tuple[Tensor, int]]
 
@@ -36,7 +43,7 @@ def make_work(
     """The launch of these parts, with both tables: slots, and pages where the slots form pages.
 
     With ``capacity`` (keys of a part at most) the work is static: the tables are buffers with room for
-    ``capacity`` keys a part, slots one part after the other, pages at a fixed stride.
+    ``capacity`` keys a part, the slots and pages of each at a fixed stride.
     """
     rows = [queries for queries, _ in parts]
     slots = [_slots(keys, page_tokens) for _, keys in parts]
@@ -52,13 +59,14 @@ def make_work(
         assert len(set(rows)) <= 1, "parts of static work have as many rows"
         assert max(lengths, default=0) <= capacity
         stride = -(-capacity // page_tokens)
-        room = torch.zeros(len(parts) * capacity, dtype=torch.int64)
-        room[: len(all_slots)] = all_slots
+        room = torch.zeros(len(parts), capacity, dtype=torch.int64)
+        for line, part in zip(room, slots, strict=True):
+            line[: len(part)] = part
         table = torch.zeros(len(parts), stride, dtype=torch.int32)
         for line, part in zip(table, pages, strict=True):
             if part is not None:
                 line[: len(part)] = part
-        all_slots, all_pages = room, table.reshape(-1)
+        all_slots, all_pages = room.reshape(-1), table.reshape(-1)
         host_keys = np.arange(len(parts) + 1, dtype=np.int64) * capacity
         page_indptr = np.arange(len(parts) + 1, dtype=np.int64) * stride
 
@@ -108,7 +116,11 @@ def part_slots(work: Work) -> list[Tensor]:
     """The slots of every part, on the host."""
     bounds = list(pairwise(work.key_indptr.tolist()))
     if work.slots is not None:
-        return [work.slots[a:b].cpu() for a, b in bounds]
+        starts = (work.host_key_indptr if work.static else work.key_indptr).tolist()
+        return [
+            work.slots[start : start + b - a].cpu()
+            for (a, b), start in zip(bounds, starts, strict=False)
+        ]
     assert work.pages is not None
     assert work.page_indptr is not None
     starts = work.page_indptr.tolist()

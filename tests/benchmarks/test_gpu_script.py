@@ -9,6 +9,8 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,14 +19,15 @@ from torch import Tensor
 
 from benchmarks.attention.world import PAGE, Request, Use, build, mla
 from benchmarks.gpu import kernels, speed, suite
-from benchmarks.gpu.answers import Answers, check_shared
+from benchmarks.gpu.answers import Answers, check_replay, check_shared
 from benchmarks.gpu.budget import Budget
-from benchmarks.gpu.cases import Batch, Model, readers, timed, with_spans
+from benchmarks.gpu.cases import Batch, Model, Timed, readers, timed, with_spans
 from benchmarks.gpu.oracle import expected, flattened
 from benchmarks.gpu.parity import BOUNDS, EDGES, check_launch, deviation
+from benchmarks.gpu.precision import Needles
 from benchmarks.gpu.timing import Amount
 from benchmarks.report import ROOT, Report
-from tessera_sglang.attention.kernels.base import Phase
+from tessera_sglang.attention.kernels.base import AttentionShape, Phase, Work
 from tessera_sglang.attention.kernels.torch_kernel import TorchKernel
 from tessera_sglang.attention.shelf import Offer, Shelf
 
@@ -66,6 +69,132 @@ def test_without_a_gpu_it_passes_and_says_that_it_was_not_measured() -> None:
     )
     assert "speed" not in report["figures"]
     assert report["figures"]["seconds"] < time.monotonic() - begin
+
+
+# --- what runs on a GPU, rehearsed -----------------------------------------------------------------
+
+
+class Paged(TorchKernel):
+    """Reads pages, as FlashMLA does."""
+
+    capabilities = replace(TorchKernel.capabilities, name="flashmla", reads="pages")
+
+    def prepare(self, work: Work, shape: AttentionShape, *, scale: float) -> Any:
+        assert work.slots is None
+        assert work.pages is not None
+        assert work.page_indptr is not None
+        tokens = torch.arange(work.page_tokens)
+        slots = (work.pages[:, None].long() * work.page_tokens + tokens).flatten()
+        if not work.static:
+            starts = (work.page_indptr[:-1] * work.page_tokens).tolist()
+            counts = work.key_indptr.diff().tolist()
+            parts = [slots[a : a + n] for a, n in zip(starts, counts, strict=True)]
+            slots = torch.cat([*parts, slots[:0]])
+        return super().prepare(replace(work, slots=slots), shape, scale=scale)
+
+
+def fake_flash_mla(calls: list[int]) -> Any:
+    """The lazy ABI, with nothing behind it."""
+
+    def decode(
+        q: Tensor,
+        k_cache: Tensor,
+        block_table: Tensor,
+        cache_seqlens: Tensor,
+        head_dim_v: int,
+        tile_scheduler_metadata: Any,
+        num_splits: Any,
+        softmax_scale: float,
+        causal: bool,
+        is_fp8_kvcache: bool = False,
+    ) -> Results:
+        calls.append(len(q))
+        assert q.shape[1:] == (1, 2, 576)
+        assert k_cache.shape[1:] == (PAGE, 1, 576)
+        assert block_table.shape[0] == len(cache_seqlens) == len(q)
+        assert block_table.shape[1] * PAGE >= int(cache_seqlens.max())
+        return q[..., :head_dim_v], q[..., 0]
+
+    made = SimpleNamespace(have_initialized=False, tile_scheduler_metadata=None, num_splits=None)
+
+    def metadata(*_: Any, **__: Any) -> Any:
+        return Made(made, None)
+
+    class Made(tuple):
+        def __new__(cls, *items: Any) -> Any:
+            return super().__new__(cls, items)
+
+    return SimpleNamespace(flash_mla_with_kvcache=decode, get_mla_metadata=metadata)
+
+
+@pytest.fixture
+def rehearsed(small: None, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Calls instead of times and of graphs; small cases; a library that counts its calls."""
+    calls: list[int] = []
+    spans = with_spans(2, 4 * PAGE + 128, 2, own=128)
+    one = (Request(128, 1, (Use(2 * PAGE, 0),)),) * 3
+    prefill = (Request(128, 64, (Use(PAGE, 0),)),)
+    cases = (
+        Timed("decode", MODEL, spans),
+        Timed("shared", MODEL, one, shared=True),
+        Timed("prefill", MODEL, prefill, Phase.PREFILL),
+    )
+
+    def replayed(call: Callable[[], Tensor]) -> tuple[Any, Tensor]:
+        out = call()
+        return SimpleNamespace(replay=lambda: out.copy_(call())), out
+
+    def once(call: Callable[[], object]) -> float:
+        call()
+        return 100.0
+
+    monkeypatch.setitem(sys.modules, "flash_mla", fake_flash_mla(calls))
+    monkeypatch.setattr("benchmarks.gpu.speed.timed", lambda: cases)
+    monkeypatch.setattr("benchmarks.gpu.speed.time_us", once)
+    monkeypatch.setattr("benchmarks.gpu.speed.capture", replayed)
+    monkeypatch.setattr("benchmarks.gpu.answers.capture", replayed)
+    return calls
+
+
+@pytest.mark.parametrize("rows", [1, 8])
+def test_a_captured_step_is_compared_with_an_eager_one(rehearsed: list[int], rows: int) -> None:
+    assert check_replay(Paged(), MODEL, "cpu", rows=rows).worst <= 1
+
+
+def test_kernels_that_read_pages_are_compared_too(rehearsed: list[int]) -> None:
+    answers = Answers("cpu")
+    answers.measure({"flashmla": Paged()}, Budget())
+    assert len(answers.checks) == 8
+    assert all(check.holds for check in answers.checks), answers.checks
+    needles = Needles("cpu", small=True)
+    needles.measure({"flashmla": Paged()}, Budget())
+    report = Report("gpu")
+    needles.finish(report)
+    assert report.holds
+
+
+def test_the_table_has_flash_mla_itself_and_every_way_of_a_kernel(rehearsed: list[int]) -> None:
+    timings, report = speed.Speed("cpu"), Report("gpu")
+    timings.measure({"flashmla": Paged(), "tilelang": "not installed"}, Budget())
+    timings.finish(report)
+    assert rehearsed == [2, 3], "the library is called on flat decode batches"
+    ways = {(n.case, n.kernel, n.context, n.way) for n in timings.lines if n.us is not None}
+    mine = {("flat", "eager"), ("spans", "eager")}
+    for case in ("decode", "shared"):
+        assert (case, speed.FLASHMLA, "flat", "eager") in ways
+        found = {way[2:] for way in ways if way[:2] == (case, "flashmla")}
+        assert found == mine | {("flat", "graph"), ("spans", "graph")}
+    assert {way[2:] for way in ways if way[0] == "prefill"} == mine
+    assert not [line.note for line in timings.lines if line.note not in ("", "not installed")]
+    assert [check.value for check in report.checks] == [1.0]
+    assert "not installed" in report.tables[0].render()
+
+
+def test_a_kernel_that_breaks_is_a_row_and_not_the_end(rehearsed: list[int]) -> None:
+    timings = speed.Speed("cpu")
+    timings.measure({"flashmla": Breaks()}, Budget())
+    notes = [line.note for line in timings.lines if line.kernel == "flashmla"]
+    assert notes == ["RuntimeError: illegal memory access"] * 3
 
 
 # --- planted faults ------------------------------------------------------------------------------
@@ -266,6 +395,6 @@ def test_ratios_and_checks_of_the_table() -> None:
         for way, ratio in (("eager", 2.0), ("graph", 0.3 if case.shared else 1.05))
     ]
     full = Report("gpu")
-    speed.Speed(lines).finish(full)
+    speed.Speed(lines=lines).finish(full)
     assert full.holds
     assert full.checks[1].value == pytest.approx(1 / 0.3, rel=1e-3)

@@ -15,7 +15,7 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
-from sglang.srt.arg_groups.model_override_base import get_default_attn_backend
+from sglang.srt.arg_groups.model_override_base import get_default_attn_backend, model_config_of
 from sglang.srt.arg_groups.overrides import (
     attention_backends_of,
     declare_resolution,
@@ -23,6 +23,7 @@ from sglang.srt.arg_groups.overrides import (
     use_mla_backend,
 )
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.configs.model_config import is_deepseek_dsa
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.attention_registry import (
     ATTENTION_BACKENDS,
@@ -109,6 +110,7 @@ __all__ = [
     "has_flashinfer",
     "hybrid_backend",
     "install",
+    "picks_keys",
     "platform_is_plugin_cpu",
     "register_attention_backend",
     "register_resolution_hook",
@@ -183,6 +185,11 @@ def platform_is_plugin_cpu() -> bool:
     from sglang.srt.platforms import current_platform  # a lazy singleton: asking creates it
 
     return bool(current_platform.is_out_of_tree() and current_platform.device_type == "cpu")
+
+
+def picks_keys(server_args: Any) -> bool:
+    """Whether the model has DeepSeek's sparse attention."""
+    return bool(is_deepseek_dsa(model_config_of(server_args).hf_config))
 
 
 def build_backend(runner: Any, name: str) -> Any:

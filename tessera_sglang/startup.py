@@ -67,15 +67,23 @@ def refuse_contradictions(server_args: Any, previous: Callable[[Any], None]) -> 
     previous(server_args)
     if selected(server_args):
         view, config = compat.resolving_view(server_args), load()
-        check(view, config, mla=compat.use_mla_backend(server_args))
+        check(
+            view,
+            config,
+            mla=compat.use_mla_backend(server_args),
+            sparse=compat.picks_keys(server_args),
+        )
         try:
             check_wanted(config.kernel, view.device)
         except RouteError as error:
             raise StartupError(str(error)) from error
 
 
-def check(view: Any, config: Config, *, mla: bool) -> None:
-    """Raise StartupError for the first contradiction in resolved arguments."""
+def check(view: Any, config: Config, *, mla: bool, sparse: bool = False) -> None:
+    """Raise StartupError for the first contradiction in resolved arguments.
+
+    ``sparse``: the model picks its keys by an indexer, so SGLang's own backend and pool serve it.
+    """
     backends = set(compat.attention_backends_of(view))
     if backends != {BACKEND}:
         raise StartupError(
@@ -87,7 +95,7 @@ def check(view: Any, config: Config, *, mla: bool) -> None:
             f"--page-size {view.page_size} with --attention-backend tessera on an MLA model: its "
             f"pages hold a multiple of {PAGE_TOKENS} tokens; drop --page-size"
         )
-    for flag, wanted, remedy in _always_refused(view):
+    for flag, wanted, remedy in _always_refused(view, sparse):
         raise StartupError(f"{flag} with --attention-backend tessera: {wanted}; {remedy}")
     if config.index != "content":
         return
@@ -108,13 +116,20 @@ def check(view: Any, config: Config, *, mla: bool) -> None:
         )
 
 
-def _always_refused(view: Any) -> list[tuple[str, str, str]]:
+def _always_refused(view: Any, sparse: bool) -> list[tuple[str, str, str]]:
     found = []
-    if view.kv_cache_dtype not in ("auto", "bfloat16", "bf16", "float16", "fp16", "float32"):
+    if not sparse and view.kv_cache_dtype not in (
+        "auto",
+        "bfloat16",
+        "bf16",
+        "float16",
+        "fp16",
+        "float32",
+    ):
         found.append(
             (
                 f"--kv-cache-dtype {view.kv_cache_dtype}",
-                "the PyTorch kernel reads 16- and 32-bit rows",
+                "the pools that are served have 16- and 32-bit rows",
                 "use --kv-cache-dtype auto",
             )
         )

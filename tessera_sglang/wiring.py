@@ -68,7 +68,7 @@ def make_backend(runner: Any) -> Any:
     register_forward_method()
     verdict = survey_of(runner)
     if verdict.foreign is not None:
-        name = default_backend_name(runner)
+        name = verdict.stock or default_backend_name(runner)
         logger.warning(
             "attention goes to SGLang's %s backend, with prefix reuse and without spans: %s",
             name,

@@ -21,6 +21,7 @@ PLAIN: dict[str, Any] = {
     "kv_cache_dtype": "auto",
     "enable_two_batch_overlap": False,
     "enable_dp_attention": False,
+    "enable_pdmux": False,
     "dcp_size": 1,
     "attn_cp_size": 1,
     "attn_dp_size": 1,
@@ -50,6 +51,7 @@ ALWAYS = [
     ("kv_cache_dtype", "fp4_e2m1", "--kv-cache-dtype fp4_e2m1", "use --kv-cache-dtype auto"),
     ("enable_two_batch_overlap", True, "--enable-two-batch-overlap", "drop the flag"),
     ("enable_dp_attention", True, "--enable-dp-attention", "drop the flag"),
+    ("enable_pdmux", True, "--enable-pdmux", "drop the flag"),
     ("dcp_size", 2, "--dcp-size 2", "drop the flag"),
     ("attn_cp_size", 2, "--attn-cp-size 2", "drop the flag"),
     ("attn_dp_size", 2, "--attn-dp-size 2", "drop the flag"),
@@ -262,3 +264,8 @@ def test_latents_are_not_compared_across_ranks() -> None:
     check(tp_size=2)
     with pytest.raises(startup.StartupError, match=r'verify "latents" with --tp-size 2'):
         check(latents, tp_size=2)
+
+
+def test_a_model_that_picks_its_keys_has_rows_of_its_own() -> None:
+    view = SimpleNamespace(**{**PLAIN, "kv_cache_dtype": "fp8_e4m3"})
+    startup.check(view, CONTENT, mla=True, sparse=True)

@@ -133,9 +133,9 @@ class Work:
 
     ``static`` work is made for replay: its tensors are buffers of fixed capacity whose contents change
     from step to step, so only they say how many keys a part has. The host arrays then hold
-    capacities, every part has the same number of query rows, ``causal`` is False, and slots and pages lie
-    at a fixed stride: those of part p begin at p times the capacity of a part (``page_indptr`` says the
-    same of pages; ``key_indptr`` counts keys and is no offset into ``slots``).
+    capacities, every part has the same number of query rows, ``causal`` is False, and slots and pages
+    lie at a fixed stride: those of part p begin at p times the capacity of a part (``page_indptr`` says
+    the same of pages; ``key_indptr`` counts keys and is no offset into ``slots``).
     """
 
     causal: bool

@@ -4,12 +4,13 @@ Every way is called once, to warm up. Then, round by round, each is called once 
 rotates, so that whatever else the machine does falls on all of them. A time is the median of a way's
 rounds; a ratio compares two ways inside a round, and the median of those is reported.
 
-Of alternatives of which only the fastest matters, one that already took several times as long as the
-fastest in its first call is not called again; its time is that of the one call, and is marked so.
+Of alternatives of which only the fastest matters, one that already took twice as long as the fastest
+of them in its first call is not called again; its time is that of the one call, and is marked so.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import numpy as np
 
 from benchmarks.report import progress
 
-HOPELESS = 3.0  # times the fastest way's first call
+HOPELESS = 2.0  # times the first call of the fastest alternative
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,10 +64,11 @@ class Turns:
     def time(
         self, ways: Mapping[str, Callable[[], object]], *, keep: frozenset[str] | None = None
     ) -> Times:
-        """Time ``ways``. Those in ``keep`` (None: all) are never given up."""
+        """Time ``ways``. Those not in ``keep`` (None: all) are alternatives that may be given up."""
         first = {way: self._seconds(call) for way, call in ways.items()}
-        limit = HOPELESS * min(first.values())
-        kept = [way for way in ways if keep is None or way in keep or first[way] <= limit]
+        alternatives = [] if keep is None else [way for way in ways if way not in keep]
+        limit = HOPELESS * min((first[way] for way in alternatives), default=math.inf)
+        kept = [way for way in ways if way not in alternatives or first[way] <= limit]
         found: dict[str, list[float]] = {way: [] for way in kept}
         for number in range(self.rounds):
             turn = number % len(kept)

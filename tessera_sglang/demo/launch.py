@@ -53,9 +53,13 @@ class Server:
     """SGLang with ``--attention-backend tessera`` on a free local port.
 
     ``index`` is all that differs between the sides; scheduling and chunking are SGLang's defaults.
+    With ``inspect`` cached pages are listed in ``/server_info``; without, SGLang's tree has its default
+    core.
     """
 
-    def __init__(self, model: Path, *, index: str, pool_tokens: int, dtype: str) -> None:
+    def __init__(
+        self, model: Path, *, index: str, pool_tokens: int, dtype: str, inspect: bool = True
+    ) -> None:
         self._port = _free_port()
         self.url = f"http://127.0.0.1:{self._port}"
         self._scratch = tempfile.TemporaryDirectory(prefix="tessera-demo-")
@@ -71,12 +75,13 @@ class Server:
             **os.environ,
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", _threads()),
-            # SGLang's tree has two cores that decide alike; this one's pages can be listed
-            "SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND": "python",
             "TESSERA_CONFIG": json.dumps({"index": index}),
-            "TESSERA_INSPECT_PAGES": "1",
             "TMPDIR": self._scratch.name,  # sockets that a killed server leaves behind
         }
+        if inspect:
+            # SGLang's tree has two cores that decide alike; this one's pages can be listed
+            self._environment["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = "python"
+            self._environment["TESSERA_INSPECT_PAGES"] = "1"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:

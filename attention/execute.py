@@ -147,7 +147,7 @@ class Pass:
         out = out.float()
         for stack, prepared in zip(self.stacks, others, strict=True):
             assert self.relocation is not None
-            turned = self.relocation.rotation.rotate_by(
+            turned = self.relocation.rotation.turn(
                 q.index_select(0, stack.query_index),
                 stack.cos,
                 stack.sin,

@@ -104,19 +104,22 @@ class RelativeRotation:
 
     def rotate_by(self, q: Tensor, cos: Tensor, sin: Tensor, *, start: int) -> Tensor:
         """`rotate` with the result of `cos_sin`."""
+        return self.turn(q.clone(memory_format=torch.contiguous_format), cos, sin, start=start)
+
+    def turn(self, q: Tensor, cos: Tensor, sin: Tensor, *, start: int) -> Tensor:
+        """`rotate_by` in place, for vectors that are the caller's own; returns ``q``."""
         stop = start + self.rotary_dim
         if start < 0 or stop > q.shape[-1]:
             raise ValueError(f"rotary channels [{start}, {stop}) exceed a vector of {q.shape[-1]}")
         cos, sin = cos.to(q.device), sin.to(q.device)
         if cos.dim() == 2:
             cos, sin = cos[:, None], sin[:, None]  # [T, 1, d/2], over the heads
-        out = q.clone(memory_format=torch.contiguous_format)
-        first, second = self._pairs(q[..., start:stop])  # [T, H, d/2] each
-        first, second = first.to(torch.float32), second.to(torch.float32)
-        into_first, into_second = self._pairs(out[..., start:stop])
-        into_first.copy_(first * cos - second * sin)
+        into_first, into_second = self._pairs(q[..., start:stop])  # [T, H, d/2] each
+        first, second = into_first.to(torch.float32), into_second.to(torch.float32)
+        turned = first * cos - second * sin  # before the first of the pair changes
         into_second.copy_(first * sin + second * cos)
-        return out
+        into_first.copy_(turned)
+        return q
 
     def _pairs(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Views of the first and the second member of each pair."""

@@ -22,10 +22,15 @@ from .rope import RelativeRotation
 from .transfer import upload
 
 _STACKED_BYTES = 1 << 28  # of the outputs that one launch of span parts may hold before the merge
+_STACKED_ROWS_ON_CPU = (
+    256  # a larger part is merged while its output is in the cache, and not copied
+)
 
 
-def stacked_rows(shape: AttentionShape) -> int:
-    """Rows of a launch of span parts whose output takes 256 MiB; for `build_plan`."""
+def stacked_rows(shape: AttentionShape, device: torch.device | str) -> int:
+    """Rows of a launch of span parts, for `build_plan`: few launches on a GPU, small ones on a CPU."""
+    if torch.device(device).type == "cpu":
+        return _STACKED_ROWS_ON_CPU
     return max(_STACKED_BYTES // (shape.query_heads * shape.value_width * 4), 1)
 
 

@@ -68,7 +68,7 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
         if survey.rotation is not None:
             relocation = Relocation(survey.rotation, survey.rope_start).to(runner.device)
         self.executor = Executor(shape, relocation)
-        self._plans = PlanCache(stacked_rows=stacked_rows(shape))
+        self._plans = PlanCache(stacked_rows=stacked_rows(shape, runner.device))
         self._pass: Pass | None = None  # None: a plain batch, in the hands of `stock`
         if stock is not None:
             adopt(self, stock.backend)

@@ -19,6 +19,7 @@ def copied(model: Path, directory: Path, **fields: Any) -> Path:
     return rewrite_config(directory, **fields)
 
 
+@pytest.mark.slow
 def test_ranks_of_a_latent_model_are_admitted(mla_model: Path) -> None:
     environment = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
     with Server(mla_model, "--tp-size", "2", environment=environment) as server:
@@ -29,6 +30,7 @@ def test_ranks_of_a_latent_model_are_admitted(mla_model: Path) -> None:
     assert log.index(wanted) < log.index(POOL)
 
 
+@pytest.mark.slow
 def test_a_model_of_grouped_heads_is_admitted(llama_model: Path) -> None:
     with Server(llama_model) as server:
         log = server.log()

@@ -31,6 +31,7 @@ def check_prefixes_without_spans(server: Server, reason: str) -> None:
     assert server.alive()
 
 
+@pytest.mark.slow
 def test_a_rotary_table_per_kind_of_layer(tmp_path: Path) -> None:
     model = write_per_layer_rope_config(tmp_path / "per-layer")
     with Server(model, "--load-format", "dummy") as server:
@@ -49,6 +50,7 @@ def test_a_table_that_depends_on_the_length_served(tmp_path: Path) -> None:
         assert "not checked: rotary table of type 'dynamic'" in server.log()
 
 
+@pytest.mark.slow
 def test_positions_of_several_axes(tmp_path: Path) -> None:
     model = write_llama(tmp_path / "axes")
     axes = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 6, 6]}

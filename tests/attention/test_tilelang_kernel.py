@@ -15,7 +15,7 @@ CASES = Path(__file__).with_name("tilelang_cases.py")
 
 def test_parity_with_the_oracle() -> None:
     pytest.importorskip("tilelang")
-    if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+    if not any(map(shutil.which, ("cc", "gcc"))):
         pytest.skip("TileLang's C target needs a C compiler")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(CASES)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=CASES.parent)

@@ -122,7 +122,7 @@ class SpanGraphs:
         """The step that is captured or replayed; None for the plain variant."""
         label = capture_attention_variant() if in_capture else self._label
         self.current = None
-        if label is None or label == PLAIN:
+        if label is None or label == PLAIN or not batch.forward_mode.is_decode_or_idle():
             return None
         key = batch.batch_size, label
         found = self._steps.get(key)

@@ -125,8 +125,13 @@ class Side:
         req.kv.kv_allocated_len = end
 
     def publish(self, req: Req, up_to: int) -> int:
-        """``checkpoint`` the row, duplicates freed and all; returns nanoseconds."""
+        """``checkpoint`` the row, duplicates freed and all; returns nanoseconds.
+
+        The forward pass that computed the rows is committed before: our cache publishes no others.
+        """
         cache, clock = self.cache, self.clock
+        if isinstance(cache, TesseraCache):
+            _commit(cache, req, up_to)
         start = clock()
         cache.checkpoint(req, up_to=up_to)
         return clock() - start
@@ -153,6 +158,14 @@ class Side:
         took = self.publish(req, len(tokens))
         self.finish(req)
         return found, took
+
+
+def _commit(cache: TesseraCache, req: Req, up_to: int) -> None:
+    """A pass over the rows that no pass has written so far."""
+    start = cache.publication.residency(req).committed_tokens
+    if start < up_to:
+        with cache.publication.open([(req, start, up_to)]):
+            pass
 
 
 def computed_tokens(req: Req) -> int:

@@ -22,9 +22,7 @@ from .rope import RelativeRotation
 from .transfer import upload
 
 _STACKED_BYTES = 1 << 28  # of the outputs that one launch of span parts may hold before the merge
-_STACKED_ROWS_ON_CPU = (
-    256  # a larger part is merged while its output is in the cache, and not copied
-)
+_STACKED_ROWS_ON_CPU = 256  # larger parts are merged while in the cache, and not copied
 
 
 def stacked_rows(shape: AttentionShape, device: torch.device | str) -> int:

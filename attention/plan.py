@@ -80,9 +80,7 @@ class Launch:
     query_indptr: Ints  # [P + 1]
     piece_indptr: Ints  # [P + 1]
     pieces: Ints  # [pieces, 3]: request, first row position, one past the last
-    query_index: (
-        Ints | None
-    )  # [N] query of the batch that stands in a stacked row; None: all, in order
+    query_index: Ints | None  # [N] the batch's query in each stacked row; None: all, in order
     rotation: Ints | None  # [N] positions by which that query is turned; None: none is
     use_indptr: Ints | None = None  # [uses + 1] stacked rows of each request's use of a run
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .dispatches import Dispatches
-from .kernels.base import Capabilities, Kernel, Phase
+from .kernels.base import Kernel, Phase
 from .preferences import Compute, Situation, preferences
 from .shelf import Offer, Shelf
 
@@ -115,7 +115,7 @@ def require(wanted: str, device: str, compute: Compute | None, shelf: Shelf) -> 
     place = f"{device} {compute[0]}.{compute[1]}" if compute else device
     if isinstance(found, str):
         raise _unmet(wanted, f"it is unavailable: {found}", place)
-    refusal = _misplaced(found.capabilities, device, compute)
+    refusal = found.capabilities.misplaced(device, compute)
     if refusal is not None:
         raise _unmet(wanted, f"it {refusal}", place)
     return found
@@ -128,23 +128,9 @@ def _unmet(wanted: str, found: str, place: str) -> RouteError:
     )
 
 
-def _misplaced(capabilities: Capabilities, device: str, compute: Compute | None) -> str | None:
-    if device not in capabilities.devices:
-        return f"runs on {', '.join(sorted(capabilities.devices))}, not on {device}"
-    if capabilities.compute is None or device != "cuda":
-        return None
-    (low, high) = capabilities.compute
-    if compute is None or not low <= compute <= high:
-        found = f"{compute[0]}.{compute[1]}" if compute else "none that can be read"
-        return f"wants compute capability {low[0]}.{low[1]} to {high[0]}.{high[1]}, found {found}"
-    return None
-
-
 def _refusal(kernel: Kernel, situation: Situation, phase: Phase) -> str | None:
     able, device, compute = kernel.capabilities, situation.device, situation.compute
-    refusal = _misplaced(able, device, compute)
-    if refusal is None:
-        refusal = able.refusal(situation.shape, phase, device, compute)
+    refusal = able.refusal(situation.shape, phase, device, compute)
     row = situation.row_dtype
     if refusal is None and row is not None and not (able.name == "torch" and row in able.dtypes):
         return f"does not read {row} rows for {situation.shape.dtype} queries"  # PyTorch converts

@@ -18,6 +18,7 @@ engine keeps one graph for each choice and takes the smallest that `StaticShape.
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +41,7 @@ class StaticShape:
     rows: int  # query rows of a span part
 
     def holds(self, plan: Plan) -> bool:
-        """Whether a plan that was built with ``join=False`` fits."""
+        """Whether a `static_plan` fits."""
         if plan.query_tokens > self.requests or not plan.single:
             return False
         if not plan.spans:
@@ -54,6 +55,11 @@ class StaticShape:
     def _cut(self, launch: Launch) -> Ints:
         """How many parts of ``rows`` rows each part of a launch becomes. [parts of the launch]"""
         return np.asarray(-(-np.diff(launch.query_indptr) // self.rows))
+
+
+def static_plan(batch: BatchQueries) -> Plan:
+    """The parts of a decode step as fixed shapes want them: one launch of span parts, none joined."""
+    return build_plan(batch, stacked_rows=sys.maxsize, join=False)
 
 
 class Storage:
@@ -134,7 +140,7 @@ class StaticDecode:
             return
         self._loaded, self._kept, self._storage.loaded = key, (batch.layouts, batch.sources), self
         self.loads += 1
-        plan = build_plan(batch, stacked_rows=1 << 62, join=False)
+        plan = static_plan(batch)
         assert self.shape.holds(plan), "the batch does not fit the graph that was chosen for it"
         own_start = np.array(
             [0 if layout is None else layout.shared_tokens for layout in batch.layouts],
@@ -157,10 +163,7 @@ class StaticDecode:
         cut = shape._cut(launch)  # parts of fixed rows that each part becomes
         source_part = np.repeat(np.arange(launch.parts), cut)
         # Where the rows of the launch stand among the rows of fixed parts.
-        within = np.arange(launch.rows) - np.repeat(
-            launch.query_indptr[:-1], np.diff(launch.query_indptr)
-        )
-        at = np.repeat(indptr(cut)[:-1] * shape.rows, np.diff(launch.query_indptr)) + within
+        at = ranges(indptr(cut)[:-1] * shape.rows, np.diff(launch.query_indptr))
         query_index = np.zeros(stacked, dtype=np.int64)
         query_index[at] = launch.query_index
         rotation = np.zeros(stacked, dtype=np.int64)

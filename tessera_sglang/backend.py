@@ -73,7 +73,7 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
         if stock is not None:
             adopt(self, stock.backend)
         if graphs is not None:
-            graphs.bind(self.executor, router.kernel(Phase.DECODE), self.req_to_token)
+            graphs.bind(self.executor, router.kernel(Phase.DECODE))
 
     def __getattr__(self, name: str) -> Any:
         stock = self.__dict__.get("stock")

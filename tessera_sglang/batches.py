@@ -58,11 +58,6 @@ def readers_in(rids: Sequence[str] | None) -> bool:
     return rids is not None and any(isinstance(rid, ReaderId) for rid in rids)
 
 
-def most_spans(rids: Sequence[str] | None) -> int:
-    """Shared runs of the request that has most; 0 in a plain batch."""
-    return max((len(r.sources) for r in rids or () if isinstance(r, ReaderId)), default=0)
-
-
 def queries_of(
     rids: Sequence[str] | None, query_tokens: Sequence[int], seq_tokens: Sequence[int]
 ) -> BatchQueries:

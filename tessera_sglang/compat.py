@@ -96,7 +96,6 @@ __all__ = [
     "add_attention_backend_choices",
     "attention_backends",
     "attention_backends_of",
-    "attn_backend_of",
     "build_backend",
     "capture_attention_variant",
     "check_version",
@@ -208,11 +207,6 @@ def current_backend() -> Any:
     """What attends in the forward pass in hand; the part of a hybrid model that pages."""
     backend = get_attn_backend()
     return getattr(backend, "full_attn_backend", backend)
-
-
-def attn_backend_of(runner: Any) -> Any:
-    """The backend of a runner."""
-    return runner.attn_backend
 
 
 def capture_attention_variant() -> str | None:

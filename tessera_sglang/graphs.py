@@ -7,7 +7,6 @@ spans a request may read. A batch beyond the largest bucket runs without a graph
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,13 +15,10 @@ from torch import Tensor
 
 from tessera_sglang.attention.execute import Executor, Pass
 from tessera_sglang.attention.kernels.base import Kernel
-from tessera_sglang.attention.plan import build_plan
-from tessera_sglang.attention.static_decode import StaticDecode, StaticShape, Storage
+from tessera_sglang.attention.static_decode import StaticDecode, StaticShape, Storage, static_plan
 
 from .batches import queries_of, readers_in
-from .compat import ForwardBatch, attn_backend_of, capture_attention_variant
-
-logger = logging.getLogger(__name__)
+from .compat import ForwardBatch, capture_attention_variant
 
 PLAIN = "plain"
 SPAN_BUCKETS = (4, 16)  # shared runs of one request
@@ -70,9 +66,9 @@ class SpanGraphs:
         """What SGLang captures of each batch size, the largest first: graphs share their memory."""
         return (*reversed(self._variants), PLAIN)
 
-    def bind(self, executor: Executor, kernel: Kernel, row_slots: Tensor) -> None:
+    def bind(self, executor: Executor, kernel: Kernel) -> None:
         """What the steps run; before anything is captured."""
-        self._executor, self._kernel, self._row_slots = executor, kernel, row_slots
+        self._executor, self._kernel = executor, kernel
 
     # --- choice ----------------------------------------------------------------------------------
 
@@ -96,19 +92,14 @@ class SpanGraphs:
             return PLAIN
         lengths: list[int] = forward_batch.seq_lens_cpu.tolist()
         queries = queries_of(forward_batch.rids, [1] * len(lengths), lengths)
-        plan = build_plan(queries, stacked_rows=1 << 62, join=False)
+        plan = static_plan(queries)
+        fitting = {
+            label: rows > 1
+            for label, (spans, rows) in self._variants.items()
+            if self._shape(len(lengths), spans, rows).holds(plan)
+        }
         readers_share = any(launch.rows > launch.parts for launch in plan.spans)
-        for label, (spans, rows) in self._variants.items():
-            if (rows > 1) == readers_share and self._shape(len(lengths), spans, rows).holds(plan):
-                return label
-        return next(
-            (
-                label
-                for label, (spans, rows) in self._variants.items()
-                if self._shape(len(lengths), spans, rows).holds(plan)
-            ),
-            None,
-        )
+        return min(fitting, key=lambda label: fitting[label] != readers_share, default=None)
 
     @staticmethod
     def _shape(requests: int, spans: int, rows: int) -> StaticShape:
@@ -159,7 +150,7 @@ def graph_variants(original: Any, hf_config: Any) -> Any:
 
 def graphs_of(model_runner: Any) -> SpanGraphs | None:
     """The variants of a runner whose backend is ours."""
-    graphs: SpanGraphs | None = getattr(attn_backend_of(model_runner), "graphs", None)
+    graphs: SpanGraphs | None = getattr(model_runner.attn_backend, "graphs", None)
     return graphs
 
 

@@ -17,7 +17,6 @@ from tessera_sglang.attention.execute import Executor
 from tessera_sglang.attention.kernels.base import (
     AttentionShape,
     Kernel,
-    KernelUnavailableError,
     Phase,
     RowFormat,
 )
@@ -52,13 +51,7 @@ def offers() -> list[Offer]:
 
 
 def _adapter(module: str) -> Any:
-    name = f"{_ROOM}.{module}"
-    try:
-        return import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name == name:
-            raise KernelUnavailableError("this version has no adapter for it") from error
-        raise
+    return import_module(f"{_ROOM}.{module}")
 
 
 def _flashmla() -> Kernel:
@@ -86,7 +79,7 @@ def _triton() -> Kernel:
 def _fa3() -> Kernel:
     import_library("sgl_kernel.flash_attn", "install SGLang's sglang-kernel on a machine with CUDA")
     module = import_module("sglang.kernels.ops.attention.flash_attention_v3")
-    kernel: Kernel = import_module(f"{_ROOM}.fa3").FA3Kernel(module.flash_attn_with_kvcache)
+    kernel: Kernel = _adapter("fa3").FA3Kernel(module.flash_attn_with_kvcache)
     return kernel
 
 

@@ -12,12 +12,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Literal, Protocol
 
-import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
-Ints = npt.NDArray[np.int64]
+from ..plan import Ints
 
 
 class KernelUnavailableError(RuntimeError):
@@ -82,6 +80,18 @@ class Capabilities:
     rows: frozenset[RowFormat] = frozenset({RowFormat.PLAIN})
     compute: tuple[tuple[int, int], tuple[int, int]] | None = None  # CUDA, inclusive bounds
 
+    def misplaced(self, device: str, compute: tuple[int, int] | None) -> str | None:
+        """Why the kernel is not made for a device, whatever the model; None if it is."""
+        if device not in self.devices:
+            return f"runs on {_words(self.devices)}, not on {device}"
+        if self.compute is None or device != "cuda":
+            return None
+        low, high = self.compute
+        if compute is not None and low <= compute <= high:
+            return None
+        found = f"{compute[0]}.{compute[1]}" if compute else "none that can be read"
+        return f"wants compute capability {low[0]}.{low[1]} to {high[0]}.{high[1]}, found {found}"
+
     def refusal(
         self,
         shape: AttentionShape,
@@ -91,15 +101,12 @@ class Capabilities:
     ) -> str | None:
         """Why the kernel can not run this, or None if it can.
 
-        ``device`` is a torch device type, ``compute`` the CUDA compute capability, None if unknown.
+        ``device`` is a torch device type, ``compute`` the CUDA compute capability; a kernel that has
+        bounds for it does not run where it is unknown (None).
         """
-        if device not in self.devices:
-            return f"runs on {_words(self.devices)}, not on {device}"
-        if self.compute is not None and compute is not None:
-            low, high = self.compute
-            if not low <= compute <= high:
-                wanted = f"{low[0]}.{low[1]} to {high[0]}.{high[1]}"
-                return f"wants compute capability {wanted}, found {compute[0]}.{compute[1]}"
+        misplaced = self.misplaced(device, compute)
+        if misplaced is not None:
+            return misplaced
         if phase not in self.phases:
             return f"has no {phase.value} kernel"
         if phase is not Phase.DECODE and not self.causal:
@@ -202,6 +209,14 @@ class Kernel(Protocol):
             sees no key has lse -inf, and what its output holds is meaningless: `merge` never shows it.
         """
         ...
+
+
+def no_rows(
+    q: Tensor, shape: AttentionShape, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """What `Kernel.run` returns of a launch without query rows; ``dtype`` is that of outputs."""
+    out = q.new_empty((0, shape.query_heads, shape.value_width), dtype=dtype)
+    return out, q.new_empty((0, shape.query_heads), dtype=torch.float32)
 
 
 def _words(values: Any) -> str:

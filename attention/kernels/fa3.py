@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import AttentionShape, Capabilities, Phase, Work
+from .base import AttentionShape, Capabilities, Phase, Work, no_rows
 from .paging import in_pages
 from .stacking import Batch
 
@@ -102,8 +102,7 @@ class FA3Kernel:
         work, shape = prepared.work, prepared.shape
         assert q.shape == (work.rows, shape.query_heads, shape.key_width), q.shape
         if work.rows == 0:
-            nothing = q.new_empty((0, shape.query_heads, shape.value_width))
-            return nothing, q.new_empty((0, shape.query_heads), dtype=torch.float32)
+            return no_rows(q, shape, q.dtype)
         keys, values = (
             in_pages(key_buffer, work.page_tokens),
             in_pages(value_buffer, work.page_tokens),

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .base import AttentionShape, Capabilities, Phase, RowFormat, Work
+from .base import AttentionShape, Capabilities, Phase, RowFormat, Work, no_rows
 from .flashmla_abi import REMEDY, Abi, recognise_abi
 from .library import import_library
 from .paging import in_pages
@@ -115,8 +115,7 @@ class FlashMLAKernel:
         assert q.shape == (work.rows, shape.query_heads, shape.key_width), q.shape
         assert logit_cap == 0.0, "FlashMLA does not cap logits"
         if work.rows == 0:
-            nothing = q.new_empty((0, shape.query_heads, shape.value_width))
-            return nothing, q.new_empty((0, shape.query_heads), dtype=torch.float32)
+            return no_rows(q, shape, q.dtype)
         pages = in_pages(key_buffer, PAGE_TOKENS)
         q = q.contiguous()  # TMA wants rows at multiples of 16 bytes
         outs, lses = [], []

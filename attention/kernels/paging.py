@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .base import Ints, Work
+from ..plan import Ints, indptr, ranges
+from .base import Work
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -28,7 +29,7 @@ def page_plan(work: Work) -> PagePlan:
     pages = -(-keys // work.page_tokens)
     return PagePlan(
         query_indptr=_int32(work.host_query_indptr),
-        page_indptr=_int32(np.concatenate([[0], np.cumsum(pages)])),
+        page_indptr=_int32(indptr(pages)),
         key_tokens=_int32(keys),
         last_page_tokens=_int32(keys - np.maximum(pages - 1, 0) * work.page_tokens),
     )
@@ -40,9 +41,7 @@ def blind_rows(work: Work) -> Ints:
     keys = np.diff(work.host_key_indptr)
     rows = np.diff(work.host_query_indptr)
     blind = np.maximum(rows - keys, 0) if work.causal else np.where(keys == 0, rows, 0)
-    ends = np.cumsum(blind)
-    starts = work.host_query_indptr[:-1] - (ends - blind)
-    return np.asarray(np.repeat(starts, blind) + np.arange(int(blind.sum())))
+    return ranges(work.host_query_indptr[:-1], blind)
 
 
 def in_pages(buffer: Tensor, page_tokens: int) -> Tensor:

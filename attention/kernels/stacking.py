@@ -20,8 +20,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..plan import Ints
 from ..transfer import upload
-from .base import Ints, Work
+from .base import Work
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from . import tilelang_source
-from .base import AttentionShape, Capabilities, KernelUnavailableError, Phase, Work
+from .base import AttentionShape, Capabilities, KernelUnavailableError, Phase, Work, no_rows
 from .library import import_library, require
 from .stacking import Batch, Stacking, stack
 
@@ -160,8 +160,7 @@ class TileLangKernel:
         assert q.shape == (work.rows, shape.query_heads, shape.key_width), q.shape
         assert logit_cap == 0.0, "this kernel does not cap logits"
         if work.rows == 0:
-            nothing = q.new_empty((0, shape.query_heads, shape.value_width), dtype=torch.float32)
-            return nothing, nothing.new_empty((0, shape.query_heads))
+            return no_rows(q, shape)
         rows = key_buffer.squeeze(1)  # [num_slots, D]
         assert rows.is_contiguous(), "rows are gathered whole"
         outs, lses = [], []

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..packed_rows import read_rows
-from .base import AttentionShape, RowFormat, Work
+from .base import AttentionShape, RowFormat, Work, no_rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -79,8 +79,7 @@ def run(
         out[begin:end] = found
         lse[begin:end] = found_lse
     if out is None or lse is None:
-        out = q.new_empty((0, q.shape[1], prepared.shape.value_width), dtype=torch.float32)
-        lse = q.new_empty((0, q.shape[1]), dtype=torch.float32)
+        return no_rows(q, prepared.shape)
     return out, lse
 
 

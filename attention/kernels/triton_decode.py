@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .base import AttentionShape, Capabilities, Phase, Work
+from .base import AttentionShape, Capabilities, Phase, Work, no_rows
 from .stacking import Batch, Stacking, stack
 
 KEY_SPLITS = 8  # SGLang's --triton-attention-num-kv-splits
@@ -107,8 +107,7 @@ class TritonKernel:
         work, shape = prepared.work, prepared.shape
         assert q.shape == (work.rows, shape.query_heads, shape.key_width), q.shape
         if work.rows == 0:
-            nothing = q.new_empty((0, shape.query_heads, shape.value_width), dtype=torch.float32)
-            return nothing, nothing.new_empty((0, shape.query_heads))
+            return no_rows(q, shape)
         outs, lses = [], []
         for launch in prepared.launches:
             batch, rows = launch.batch, launch.batch.rows

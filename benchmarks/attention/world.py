@@ -124,7 +124,9 @@ class World:
 
     def plan(self, batch: BatchQueries | None = None) -> Plan:
         """The parts of the batch, as the server would build them."""
-        return build_plan(batch or self.batch, stacked_rows=stacked_rows(self.shape, "cpu"))
+        return build_plan(
+            batch or self.batch, stacked_rows=stacked_rows(self.shape, self.keys.device)
+        )
 
     def begin(self, kernel: Kernel, batch: BatchQueries | None = None) -> Pass:
         """A forward pass: what its layers share."""

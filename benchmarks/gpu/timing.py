@@ -17,8 +17,8 @@ from torch import Tensor
 
 from benchmarks.attention.world import World
 from tessera_sglang.attention.kernels.base import Kernel
-from tessera_sglang.attention.plan import BatchQueries, Plan, build_plan
-from tessera_sglang.attention.static_decode import StaticDecode, StaticShape, Storage
+from tessera_sglang.attention.plan import BatchQueries, Plan
+from tessera_sglang.attention.static_decode import StaticDecode, StaticShape, Storage, static_plan
 
 FLUSHED_BYTES = 256 << 20  # several times an L2 cache
 BUSY_CYCLES = 2_000_000  # about a millisecond: longer than it takes to queue a layer
@@ -71,7 +71,7 @@ def capture(call: Callable[[], Tensor]) -> tuple[Replayable, Tensor]:
 
 def static_step(world: World, kernel: Kernel, *, rows: int) -> StaticDecode:
     """Buffers that just hold the batch, spans in parts of ``rows`` readers, loaded."""
-    plan = build_plan(world.batch, stacked_rows=1 << 62, join=False)
+    plan = static_plan(world.batch)
     step = StaticDecode(
         world.executor,
         kernel,

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from work import DECODE, STACKED, Pool, Sizes, make_pool, make_work
+from work import DECODE, STACKED, work_of
 
 from tessera_sglang.attention.kernels.base import (
     AttentionShape,
@@ -20,7 +20,6 @@ from tessera_sglang.attention.kernels.base import (
     KernelUnavailableError,
     Phase,
     RowFormat,
-    Work,
 )
 from tessera_sglang.attention.kernels.flashinfer import FlashInferKernel
 from tessera_sglang.attention.kernels.flashmla import FlashMLAKernel
@@ -30,18 +29,6 @@ from tessera_sglang.attention.kernels.paging import blind_rows
 
 MLA = AttentionShape(16, 1, 576, 512, True, 64, torch.bfloat16)
 LLAMA = AttentionShape(32, 8, 128, 128, False, 64, torch.bfloat16)
-
-
-def work_of(
-    parts: Sizes,
-    causal: bool = False,
-    capacity: int | None = None,
-    **pool: Any,
-) -> tuple[Work, Pool]:
-    shape = {"kv_heads": 1, "key_width": 8, "value_width": 4, "latent": True, **pool}
-    made = make_pool([keys for _, keys in parts], **shape)
-    described = [(rows, slots) for (rows, _), slots in zip(parts, made.slots, strict=True)]
-    return make_work(described, causal, capacity=capacity), made
 
 
 # --- libraries that are missing or unknown -------------------------------------------------------

@@ -3,31 +3,16 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from work import DECODE, STACKED, VERIFY, Pool, Sizes, make_pool, make_work, part_slots
+from work import DECODE, STACKED, VERIFY, Sizes, part_slots, work_of
 
-from tessera_sglang.attention.kernels.base import Work
 from tessera_sglang.attention.kernels.flashinfer import planned_heads
 from tessera_sglang.attention.kernels.flashmla import key_indices, padded_heads
 from tessera_sglang.attention.kernels.paging import blind_rows, in_pages, page_plan
 from tessera_sglang.attention.kernels.stacking import buckets, stack
-
-
-def work_of(
-    parts: Sizes,
-    causal: bool = False,
-    capacity: int | None = None,
-    **pool: Any,
-) -> tuple[Work, Pool]:
-    shape = {"kv_heads": 1, "key_width": 8, "value_width": 4, "latent": True, **pool}
-    made = make_pool([keys for _, keys in parts], **shape)
-    described = [(rows, slots) for (rows, _), slots in zip(parts, made.slots, strict=True)]
-    return make_work(described, causal, capacity=capacity), made
-
 
 # --- stacking ------------------------------------------------------------------------------------
 

@@ -183,6 +183,19 @@ def make_pool(
     return Pool(keys, keys[..., :value_width] if latent else fill(value_width), tuple(slots))
 
 
+def work_of(
+    parts: Sizes,
+    causal: bool = False,
+    capacity: int | None = None,
+    **pool: Any,
+) -> tuple[Work, Pool]:
+    """A launch of parts of these sizes over a pool of its own, small MLA rows unless told otherwise."""
+    shape = {"kv_heads": 1, "key_width": 8, "value_width": 4, "latent": True, **pool}
+    made = make_pool([keys for _, keys in parts], **shape)
+    described = [(rows, slots) for (rows, _), slots in zip(parts, made.slots, strict=True)]
+    return make_work(described, causal, capacity=capacity), made
+
+
 def check(
     kernel: Any,
     shape: AttentionShape,

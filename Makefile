@@ -2,10 +2,11 @@
 #
 # Each target makes .venv first where it is missing (SGLang is 11 GB installed, some minutes).
 # PYTHON is what it is made with, VENV where it lies. `make gpu` takes PYTHON as it is where that has
-# torch; GPU_FLAGS may be --json or --quick.
+# torch; GPU_FLAGS may be --json or --quick. Tests run in TEST_PROCESSES processes, file by file.
 
 PYTHON ?= python3
 VENV ?= .venv
+TEST_PROCESSES ?= 2
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
@@ -21,7 +22,7 @@ demo-text: $(INSTALLED_TEXT)
 	@$(BIN)/tessera-sglang demo --text
 
 test: $(INSTALLED)
-	@$(BIN)/python -m pytest
+	@$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile
 
 lint: $(INSTALLED)
 	@$(BIN)/ruff check .

@@ -9,9 +9,10 @@ what the device needs of it travels in one copy.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,6 +24,9 @@ from .transfer import upload
 
 _STACKED_BYTES = 1 << 28  # of the outputs that one launch of span parts may hold before the merge
 _STACKED_ROWS_ON_CPU = 256  # larger parts are merged while in the cache, and not copied
+_TILE_ON_CPU = (
+    1 << 22
+)  # query elements of a launch: memory of such sizes is used again, not mapped anew
 
 
 def stacked_rows(shape: AttentionShape, device: torch.device | str) -> int:
@@ -73,12 +77,22 @@ class Executor:
             row_slots: ``[rows, positions]`` integer: the slot of every row position.
             request_rows: ``[R]`` integer: which of those rows is the request's.
         """
-        looked_up = _look_up([plan.own, *plan.spans], kernel, self.shape, row_slots, request_rows)
+        spans = [tile for launch in plan.spans for tile in self._tiles(launch, row_slots.device)]
+        looked_up = _look_up([plan.own, *spans], kernel, self.shape, row_slots, request_rows)
         stacks = []
-        for launch, work in zip(plan.spans, looked_up[1:], strict=True):
+        for launch, work in zip(spans, looked_up[1:], strict=True):
             assert self.relocation is not None, "spans on a model without relocation"
             stacks.append(self._stack(plan, launch, work, row_slots.device))
         return Pass(self.shape, kernel, self.relocation, looked_up[0], tuple(stacks))
+
+    def _tiles(self, launch: Launch, device: torch.device) -> list[Launch]:
+        """The launch, or, where it is a part of very many rows on a CPU, the part in runs of rows."""
+        most = max(_TILE_ON_CPU // (self.shape.query_heads * self.shape.key_width), 1)
+        if device.type != "cpu" or launch.parts > 1 or launch.rows <= most:
+            return [launch]
+        return [
+            _rows_of(launch, a, min(a + most, launch.rows)) for a in range(0, launch.rows, most)
+        ]
 
     def _stack(self, plan: Plan, launch: Launch, work: Work, device: torch.device) -> Stack:
         assert self.relocation is not None
@@ -86,11 +100,12 @@ class Executor:
         assert launch.rotation is not None
         table = launch.merge_table(plan.query_tokens) if plan.single else None
         steps = [] if plan.single else launch.merge_steps()
-        arrays = [launch.query_index, launch.rotation]
+        rotations, which = np.unique(launch.rotation, return_inverse=True)
+        arrays = [launch.query_index, rotations, which]
         arrays += [table.reshape(-1)] if table is not None else []
         arrays += [side for step in steps for side in _index_arrays(step)]
-        query_index, rotation, *rest = upload(arrays, device)
-        cos, sin = self.relocation.rotation.cos_sin(rotation)
+        query_index, distinct, which_of, *rest = upload(arrays, device)
+        cos, sin = (x[which_of] for x in self.relocation.rotation.cos_sin(distinct))
         if table is not None:
             return Stack(work, query_index, cos, sin, rest[0].view(table.shape), ())
         indices = iter(rest)
@@ -163,6 +178,20 @@ class Pass:
                 for rows, queries in stack.steps:
                     merge_at(out, lse, *part, rows=rows, queries=queries)
         return out
+
+
+def _rows_of(launch: Launch, begin: int, end: int) -> Launch:
+    """Rows of a launch of one part: a part against the same keys."""
+    assert launch.query_index is not None
+    assert launch.rotation is not None
+    assert launch.use_indptr is not None
+    return replace(
+        launch,
+        query_indptr=np.array([0, end - begin]),
+        query_index=launch.query_index[begin:end],
+        rotation=launch.rotation[begin:end],
+        use_indptr=np.unique(launch.use_indptr.clip(begin, end)) - begin,
+    )
 
 
 def _look_up(

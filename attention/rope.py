@@ -116,8 +116,8 @@ class RelativeRotation:
             cos, sin = cos[:, None], sin[:, None]  # [T, 1, d/2], over the heads
         into_first, into_second = self._pairs(q[..., start:stop])  # [T, H, d/2] each
         first, second = into_first.to(torch.float32), into_second.to(torch.float32)
-        turned = first * cos - second * sin  # before the first of the pair changes
-        into_second.copy_(first * sin + second * cos)
+        turned = (first * cos).addcmul_(second, sin, value=-1.0)  # before the first changes
+        into_second.copy_((first * sin).addcmul_(second, cos))
         into_first.copy_(turned)
         return q
 

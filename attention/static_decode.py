@@ -19,6 +19,7 @@ engine keeps one graph for each choice and takes the smallest that `StaticShape.
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -82,6 +83,36 @@ class Storage:
         return found[:entries]
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class SpanReads:
+    """Which spans a decode batch reads and from where, but for lengths and row tables.
+
+    Compared by identity. It holds what it compares, so that no other object can take its place.
+    """
+
+    layouts: tuple[object, ...]
+    sources: tuple[Ints | None, ...]
+
+    @classmethod
+    def of(cls, batch: BatchQueries) -> SpanReads | None:
+        """None where a run is private: nothing then says when its pages change."""
+        if any(source is not None and bool((source < 0).any()) for source in batch.sources):
+            return None
+        return cls(batch.layouts, batch.sources)
+
+    def same(self, other: SpanReads | None) -> bool:
+        """Whether it is the same requests in the same order over the same pages."""
+        return (
+            other is not None
+            and _identical(self.layouts, other.layouts)
+            and _identical(self.sources, other.sources)
+        )
+
+
+def _identical(ours: Sequence[object], theirs: Sequence[object]) -> bool:
+    return len(ours) == len(theirs) and all(a is b for a, b in zip(ours, theirs, strict=True))
+
+
 class StaticDecode:
     """The buffers of one captured decode step."""
 
@@ -117,8 +148,7 @@ class StaticDecode:
         self._table = torch.full(
             (shape.requests, shape.spans), stacked, dtype=torch.int64, device=device
         )
-        self._loaded: tuple[object, ...] | None = None
-        self._kept: tuple[object, ...] = ()  # keeps the layouts of `_loaded` alive
+        self._loaded: SpanReads | None = None  # None: unknown, to be loaded anew
 
     # --- outside the graph -----------------------------------------------------------------------
 
@@ -130,15 +160,10 @@ class StaticDecode:
             row_slots: ``[rows, positions]`` integer: the slot of every row position.
             request_rows: ``[requests]`` integer: which of those rows is the request's.
         """
-        # The sources name the pages of every run, so nothing else can have changed for spans.
-        known = all(source is None or bool((source >= 0).all()) for source in batch.sources)
-        key = (
-            tuple(id(layout) for layout in batch.layouts),
-            tuple(id(source) for source in batch.sources),  # their contents may come back
-        )
-        if known and key == self._loaded and self._storage.loaded is self:
+        reads = SpanReads.of(batch)
+        if reads is not None and reads.same(self._loaded) and self._storage.loaded is self:
             return
-        self._loaded, self._kept, self._storage.loaded = key, (batch.layouts, batch.sources), self
+        self._loaded, self._storage.loaded = reads, self
         self.loads += 1
         plan = static_plan(batch)
         assert self.shape.holds(plan), "the batch does not fit the graph that was chosen for it"

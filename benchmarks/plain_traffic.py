@@ -3,10 +3,11 @@
     python -m benchmarks.plain_traffic [--quick] [--json] [--model DIR]
 
 Two servers with ``--attention-backend tessera``, one with the content index and one with
-``{"index": "radix"}``, get the same requests from ``sglang.benchmark.serving``, in turns: prompts that
-share long beginnings, and random ones. The compared figure is output plus input tokens a second, the
-median of all rounds. Nobody declares spans, so this is what Tessera costs those who do not use it; on a
-CPU both sides run the same attention kernel, on a GPU both run SGLang's.
+``{"index": "radix"}``, get the same requests from ``sglang.benchmark.serving``, in turns, as in
+``tessera-sglang bench --ab``: prompts that share long beginnings, and random ones. The compared figure
+is output plus input tokens a second, the median of all rounds. Nobody declares spans, so this is what
+Tessera costs those who do not use it; on a CPU both sides run the same attention kernel, on a GPU both
+run SGLang's.
 
 The example model is tiny, so the scheduler, and with it the index, is most of what is measured: a model
 of any size hides differences that show here.
@@ -14,19 +15,23 @@ of any size hides differences that show here.
 
 from __future__ import annotations
 
-import json
-import statistics
-import subprocess
+import os
 import sys
-import tempfile
-import urllib.request
+from collections.abc import Mapping
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
-from tessera_sglang.demo.launch import Server
+from tessera_sglang.bench.client import drive
+from tessera_sglang.bench.metrics import Metrics
+from tessera_sglang.bench.rounds import Opener, in_turns
+from tessera_sglang.bench.sides import STOCK, TESSERA, Launch, running, started
+from tessera_sglang.bench.summary import THROUGHPUT, Side, gain
+from tessera_sglang.config import VARIABLE
 
 from .report import ROOT, Check, Report, Table, argument_parser, progress
 
-SIDES = ("content", "radix")
+SIDES = {"content": TESSERA, "radix": STOCK}
 BAR = 0.99
 POOL_TOKENS = 131_072
 ROUNDS, QUICK_ROUNDS = 7, 2
@@ -53,69 +58,47 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="of each side and workload")
     options = parser.parse_args()
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    with _server(options.model, "content") as content, _server(options.model, "radix") as radix:
-        servers = dict(zip(SIDES, (content, radix), strict=True))
-        figures: dict[str, dict[str, list[float]]] = {}
-        for workload in WORKLOADS:
-            found: dict[str, list[float]] = {side: [] for side in SIDES}
-            for number in range(-1, rounds):  # the first warms both up and is not counted
-                order = SIDES if number % 2 else SIDES[::-1]
-                for side in order:
-                    progress(f"{workload}: round {number + 1} of {rounds}, {side}")
-                    rate = _drive(servers[side], options.model, workload, number, options.quick)
-                    if number >= 0:
-                        found[side].append(rate)
-            figures[workload] = found
-    return _report(figures, rounds).emit(as_json=options.json)
+    os.environ.pop(VARIABLE, None)  # both sides have all else by default
+    launch = Launch(str(options.model), POOL_TOKENS)
+    with ExitStack() as stack:
+        servers: dict[str, Opener] = {}
+        for name, side in SIDES.items():
+            server = stack.enter_context(started(launch, side))
+            servers[name] = partial(running, server.url)
+        measured = {
+            workload: in_turns(
+                servers, rounds, partial(_drive, options.model, workload, rounds, options.quick)
+            )
+            for workload in WORKLOADS
+        }
+    return _report(measured, rounds).emit(as_json=options.json)
 
 
-def _server(model: Path, index: str) -> Server:
-    return Server(model, index=index, pool_tokens=POOL_TOKENS, dtype="auto", inspect=False)
-
-
-def _drive(server: Server, model: Path, workload: str, seed: int, quick: bool) -> float:
-    """Tokens a second of one round on an empty cache."""
-    urllib.request.urlopen(
-        urllib.request.Request(f"{server.url}/flush_cache", method="POST"), timeout=60
-    ).read()
+def _drive(
+    model: Path, workload: str, rounds: int, quick: bool, side: str, url: str, number: int
+) -> Metrics:
+    """One round on an empty cache."""
+    progress(f"{workload}: round {number + 1} of {rounds}, {side}")
     prompts = PROMPTS[workload] // (QUICK_SHARE if quick else 1)
     arguments = [argument.format(prompts=prompts) for argument in WORKLOADS[workload]]
-    with tempfile.TemporaryDirectory(prefix="tessera-bench-") as scratch:
-        output = Path(scratch) / "result.jsonl"
-        command = [
-            *(sys.executable, "-W", "ignore", "-m", "sglang.benchmark.serving"),
-            *("--backend", "sglang", "--base-url", server.url),
-            *("--model", str(model), "--tokenizer", str(model)),
-            *("--seed", str(seed + 1), "--max-concurrency", "8", "--disable-tqdm"),
-            *("--output-file", str(output), *arguments),
-        ]
-        ended = subprocess.run(command, capture_output=True, text=True, cwd=scratch)
-        if ended.returncode != 0 or not output.is_file():
-            raise RuntimeError(f"sglang.benchmark.serving failed:\n{ended.stderr[-2000:]}")
-        result = json.loads(output.read_text().splitlines()[-1])
-    wanted = prompts * (8 if workload == "shared prefixes" else 1)
-    if result["completed"] != wanted:
-        raise RuntimeError(f"{result['completed']} of {wanted} requests were answered")
-    tokens = result["total_input_tokens"] + result["total_output_tokens"]
-    return float(tokens / result["duration"])
+    command = (
+        *("--backend", "sglang", "--model", str(model), "--tokenizer", str(model)),
+        *("--max-concurrency", "8", *arguments),
+    )
+    return drive(url, command, seed=number + 1)
 
 
-def _report(figures: dict[str, dict[str, list[float]]], rounds: int) -> Report:
-    checks, rows = [], []
-    for workload, found in figures.items():
-        medians = {side: statistics.median(found[side]) for side in SIDES}
-        ratio = medians["content"] / medians["radix"]
+def _report(measured: Mapping[str, Mapping[str, list[Metrics]]], rounds: int) -> Report:
+    checks, rows, figures = [], [], {}
+    for workload, found in measured.items():
+        content, radix = (Side(name, tuple(found[name])) for name in SIDES)
+        ratio = gain(radix, content, THROUGHPUT)
         checks.append(Check.at_least(f"{workload}: throughput, content / radix", ratio, BAR))
-        spread = [max(found[side]) / min(found[side]) - 1 for side in SIDES]
-        rows.append(
-            (
-                workload,
-                *(round(medians[side]) for side in SIDES),
-                f"{ratio:.3f}",
-                *(f"{share:.0%}" for share in spread),
-            )
-        )
-    columns = ("workload", "content", "radix", "ratio", "spread", "spread")
+        medians = (round(side.median(THROUGHPUT) or 0) for side in (content, radix))
+        spreads = (f"{side.spread(THROUGHPUT) or 0:.0%}" for side in (content, radix))
+        rows.append((workload, *medians, f"{ratio or 0:.3f}", *spreads))
+        figures[workload] = {side.name: side.values(THROUGHPUT) for side in (content, radix)}
+    columns = ("workload", *SIDES, "ratio", "spread", "spread")
     table = Table(f"Tokens a second, medians of {rounds} rounds in turns", columns, rows)
     return Report(
         "plain_traffic",

@@ -230,12 +230,19 @@ class TesseraBackend(AttentionBackend):  # type: ignore[misc] # untyped base
 
 
 def _check_pool(pool: Any) -> None:
-    """Refuse a pool whose rows are not plain tensors of the model's own dtype."""
+    """Refuse a pool whose rows are not plain tensors of the model's own dtype, token after token."""
     if type(pool) not in (MLATokenToKVPool, MHATokenToKVPool):
         raise UnservableError(
             f"the KV pool is a {type(pool).__name__}, which Tessera's kernels do not read; "
             "they read MLATokenToKVPool and MHATokenToKVPool. Drop the flag that selects it, "
             "or choose another --attention-backend"
+        )
+    layout = getattr(pool, "kv_cache_layout", "nhd")  # an MLA row has one head: no layout to choose
+    if layout != "nhd":
+        raise UnservableError(
+            f"the KV pool is laid out as {layout!r}, and Tessera's kernels read 'nhd'; unset "
+            "SGLANG_USE_HND_KVCACHE (or SGLANG_AITER_KV_CACHE_LAYOUT), or choose another "
+            "--attention-backend"
         )
     if pool.store_dtype != pool.dtype:
         raise UnservableError(

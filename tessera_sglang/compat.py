@@ -14,6 +14,9 @@ from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+from sglang.srt.arg_groups.choices import (
+    CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS as PREFIX_CHUNK_BACKENDS,
+)
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.model_override_base import get_default_attn_backend, model_config_of
 from sglang.srt.arg_groups.overrides import (
@@ -24,6 +27,7 @@ from sglang.srt.arg_groups.overrides import (
 )
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 from sglang.srt.configs.model_config import is_deepseek_dsa
+from sglang.srt.constants import HEALTH_CHECK_RID_PREFIX
 from sglang.srt.environ import envs
 from sglang.srt.layers.attention.attention_registry import (
     ATTENTION_BACKENDS,
@@ -46,7 +50,6 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     MatchResult,
 )
 from sglang.srt.mem_cache.memory_pool import (
-    DSATokenToKVPool,
     KVWriteLoc,
     MHATokenToKVPool,
     MLATokenToKVPool,
@@ -60,11 +63,19 @@ from sglang.srt.models.deepseek_common.attention_backend_handler import (
     _dispatch_mla_subtype,
 )
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import attention_backends, get_parallel, get_platform
+from sglang.srt.runtime_context import (
+    attention_backends,
+    get_parallel,
+    get_platform,
+    get_server_args,
+    get_spec,
+)
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 __all__ = [
     "FINISH_ABORT",
+    "HEALTH_CHECK_RID_PREFIX",
+    "PREFIX_CHUNK_BACKENDS",
     "AddReqResult",
     "AttentionBackend",
     "AttentionBackendRegistry",
@@ -72,7 +83,6 @@ __all__ = [
     "AttentionType",
     "BasePrefixCache",
     "ComponentType",
-    "DSATokenToKVPool",
     "DecLockRefResult",
     "EvictParams",
     "EvictResult",
@@ -103,9 +113,11 @@ __all__ = [
     "current_backend",
     "declare_resolution",
     "default_backend_name",
+    "default_backend_of",
     "envs",
     "get_attn_tp_context",
     "get_parallel",
+    "get_server_args",
     "has_flashinfer",
     "hybrid_backend",
     "install",
@@ -115,6 +127,7 @@ __all__ = [
     "register_resolution_hook",
     "resolving_view",
     "use_mla_backend",
+    "verifies_as_decode",
     "verify",
 ]
 
@@ -222,6 +235,20 @@ def default_backend_name(runner: Any) -> str:
     return str(
         get_default_attn_backend(runner.server_args, runner.use_mla_backend, runner.model_config)
     )
+
+
+def default_backend_of(server_args: Any) -> str:
+    """Likewise by server arguments, before there is a runner."""
+    return str(
+        get_default_attn_backend(
+            server_args, use_mla_backend(server_args), model_config_of(server_args)
+        )
+    )
+
+
+def verifies_as_decode() -> bool:
+    """Whether drafts are verified by the decode backend, where that is another one."""
+    return bool(get_spec().speculative_attention_mode == "decode")
 
 
 def compute_capability(device: str) -> tuple[int, int] | None:

@@ -14,12 +14,12 @@ import msgspec
 
 BACKEND = "tessera"  # --attention-backend
 VARIABLE = "TESSERA_CONFIG"
+PAGE_TOKENS = 64  # what FlashMLA reads; one geometry for every device
 MAX_SPANS = 256  # spans of one request; each is a part of attention in every decode step
 AUTO_ROOT_TEXT = "The following text is given for reference. "
 
 # Keys of the public surface whose feature is not in this version: refused, never ignored.
 _LATER: dict[str, str] = {
-    "span_policy": "declare spans in the request",
     "host_tier_bytes": "the cache lives on the device only",
     "disk_tier_path": "the cache lives on the device only",
     "disk_tier_bytes": "the cache lives on the device only",
@@ -36,6 +36,7 @@ _MEANING: dict[str, str] = {
     "link_pages": "a whole number from 0 on",
     "span_root": '"auto", "none", a text, or a list of token ids',
     "verify": '"tokens" or "latents"',
+    "span_policy": '"declared" or "messages"',
 }
 
 
@@ -51,6 +52,7 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     link_pages: int = 1
     span_root: str | list[int] = "auto"
     verify: Literal["tokens", "latents"] = "tokens"
+    span_policy: Literal["declared", "messages"] = "declared"
 
 
 def load(value: str | None = None) -> Config:

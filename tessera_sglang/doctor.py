@@ -5,9 +5,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import sys
+import os
+import tempfile
+import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
@@ -17,8 +19,11 @@ import msgspec
 from .config import Config, ConfigError, load
 
 if TYPE_CHECKING:  # torch and SGLang may be missing: that is a finding
+    from tessera_sglang.attention.kernels.base import Kernel
     from tessera_sglang.attention.preferences import Situation
     from tessera_sglang.attention.shelf import Shelf
+
+PATIENCE_S = 1.0  # before a terminal is told what takes so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +37,7 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """A kernel library: whether it can be loaded here, and why not."""
+    """A kernel library: whether it runs here, and why not."""
 
     kernel: str
     available: bool
@@ -51,9 +56,10 @@ class Choice:
 
 def run(*, as_json: bool) -> int:
     """Look, print, and return 0 when nothing stands in the way."""
-    findings = [*_versions(), _plugin(), _device()]
-    config, configuration = _configuration()
-    kernel, libraries, choices = _kernels(config)
+    with _progress("looking at what is installed"), _quiet():
+        findings = [*_versions(), _plugin(), _device()]
+        config, configuration = _configuration()
+        kernel, libraries, choices = _kernels(config)
     findings += [*configuration, *kernel]
     ok = all(finding.ok for finding in findings)
     if as_json:
@@ -75,6 +81,54 @@ def run(*, as_json: bool) -> int:
         print("\nWhat would run (TP 1, BF16)")
         _print_aligned([(c.model, c.phase, c.kernel or "none", c.why) for c in choices])
     return 0 if ok else 1
+
+
+@contextlib.contextmanager
+def _progress(doing: str) -> Iterator[None]:
+    """Say so on a terminal where it takes long, and take it back."""
+    if not os.isatty(2):
+        yield
+        return
+    terminal = os.dup(2)  # whatever is redirected meanwhile
+    late = threading.Timer(PATIENCE_S, os.write, (terminal, f"{doing} …".encode()))
+    late.start()
+    try:
+        yield
+    finally:
+        late.cancel()
+        late.join()
+        os.write(terminal, b"\r\x1b[K")
+        os.close(terminal)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What libraries say while they load is not our answer. It is said after all if that fails.
+
+    Native code and child processes write to the descriptors, so those are what is redirected. Loggers
+    that are made meanwhile keep a stream that goes wherever descriptor 2 does.
+    """
+    stream = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
+    with (
+        tempfile.TemporaryFile() as said,
+        contextlib.redirect_stdout(stream),
+        contextlib.redirect_stderr(stream),
+    ):
+        kept = [(number, os.dup(number)) for number in (1, 2)]
+        for number, _ in kept:
+            os.dup2(said.fileno(), number)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            stream.flush()
+            for number, copy in kept:
+                os.dup2(copy, number)
+                os.close(copy)
+            if failed:
+                said.seek(0)
+                os.write(2, said.read())
 
 
 def _print_aligned(rows: Sequence[tuple[str, ...]]) -> None:
@@ -127,29 +181,29 @@ def _device() -> Finding:
     return Finding(name, f"CPU, {torch.get_num_threads()} threads")
 
 
-def _configuration() -> tuple[Config, list[Finding]]:
+def _configuration() -> tuple[Config | None, list[Finding]]:
     try:
         config = load()
     except ConfigError as error:
-        return Config(), [Finding("configuration", str(error), ok=False)]
+        return None, [Finding("configuration", str(error), ok=False)]
     found = Finding("configuration", msgspec.json.encode(config).decode())
     return config, [found, Finding("page size", _page_size())]
 
 
 def _page_size() -> str:
     try:
-        from .startup import PAGE_TOKENS
+        from .config import PAGE_TOKENS
     except ImportError:
         return "unknown without SGLang"
     return f"{PAGE_TOKENS} tokens"
 
 
-def _kernels(config: Config) -> tuple[list[Finding], list[Library], list[Choice]]:
-    """What the router of a server here would say, for two kinds of model."""
+def _kernels(config: Config | None) -> tuple[list[Finding], list[Library], list[Choice]]:
+    """What the router of a server here would say, for two kinds of model; without a configuration,
+    what there is."""
     name = "kernel"
     try:
-        # What libraries print while they load is not our answer.
-        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             from tessera_sglang.attention.router import AUTO, RouteError, require
             from tessera_sglang.attention.shelf import Shelf
@@ -161,12 +215,11 @@ def _kernels(config: Config) -> tuple[list[Finding], list[Library], list[Choice]
             situations = _situations()
     except Exception as error:  # whatever is broken is the finding
         return [Finding(name, f"{type(error).__name__}: {error}", ok=False)], [], []
-    libraries = [
-        Library(offered, False, found) if isinstance(found, str) else Library(offered, True, "")
-        for offered, found in loaded
-    ]
+    here = next(iter(situations.values()))
+    libraries = [_library(offered, found, here) for offered, found in loaded]
+    if config is None:
+        return [], libraries, []
     if config.kernel != AUTO:
-        here = next(iter(situations.values()))
         try:
             require(config.kernel, here.device, here.compute, shelf)
         except RouteError as error:
@@ -177,6 +230,18 @@ def _kernels(config: Config) -> tuple[list[Finding], list[Library], list[Choice]
         for choice in _choices(model, situation, config.kernel, shelf)
     ]
     return [Finding(name, config.kernel)], libraries, choices
+
+
+def _library(name: str, found: Kernel | str, here: Situation) -> Library:
+    from tessera_sglang.attention.kernels.library import NEEDS_CUDA
+
+    if isinstance(found, str):
+        return Library(name, False, found)
+    misplaced = found.capabilities.misplaced(here.device, here.compute)
+    if misplaced is None:
+        return Library(name, True, "")
+    elsewhere = here.device != "cuda" and found.capabilities.devices == {"cuda"}
+    return Library(name, False, f"installed; {NEEDS_CUDA if elsewhere else misplaced}")
 
 
 def _choices(model: str, situation: Situation, wanted: str, shelf: Shelf) -> list[Choice]:
@@ -202,7 +267,7 @@ def _situations() -> dict[str, Situation]:
     from tessera_sglang.attention.preferences import Situation
 
     from . import compat
-    from .startup import PAGE_TOKENS
+    from .config import PAGE_TOKENS
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
     shapes = {

@@ -2,7 +2,8 @@
 
 SGLang's decode runner can capture several *attention variants* of each batch size and choose one per
 step. Beside the plain variant, which the stock backend captures, there is one for every bucket of
-spans a request may read. A batch beyond the largest bucket runs without a graph.
+spans a request may read. A batch beyond the largest bucket, or beyond `MOST_PARTS`, runs without a
+graph, as SGLang's log of decode batches says.
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from torch import Tensor
 
 from tessera_sglang.attention.execute import Executor, Pass
 from tessera_sglang.attention.kernels.base import Kernel
-from tessera_sglang.attention.static_decode import StaticDecode, StaticShape, Storage, static_plan
+from tessera_sglang.attention.plan import BatchQueries
+from tessera_sglang.attention.static_decode import (
+    SpanReads,
+    StaticDecode,
+    StaticShape,
+    Storage,
+    static_plan,
+)
 
 from .batches import queries_of, readers_in
 from .compat import ForwardBatch, capture_attention_variant
@@ -23,6 +31,7 @@ from .compat import ForwardBatch, capture_attention_variant
 PLAIN = "plain"
 SPAN_BUCKETS = (4, 16)  # shared runs of one request
 STACKED_ROWS = 8  # queries of a span part in the shared variants
+MOST_PARTS = 4096  # of a captured step: every one has room for a whole context of pages
 
 
 class SpanStep:
@@ -59,12 +68,20 @@ class SpanGraphs:
         self._rids: Sequence[str] = ()
         self._label = PLAIN
         self._fitted: tuple[Any, str | None] = (None, None)  # the last batch asked about
+        self._known: tuple[SpanReads, str | None] | None = None  # what it read, and the variant
         self._storage = Storage(self._device)
 
     @property
     def capture_labels(self) -> tuple[str, ...]:
-        """What SGLang captures of each batch size, the largest first: graphs share their memory."""
-        return (*reversed(self._variants), PLAIN)
+        """What SGLang captures of each batch size, most parts first: graphs and tables share memory.
+
+        SGLang takes batch sizes largest first as well, so that nothing captured has to grow.
+        """
+
+        def parts(label: str) -> int:
+            return self._shape(64, *self._variants[label]).parts  # 64 requests: the bound cuts none
+
+        return (*sorted(self._variants, key=parts, reverse=True), PLAIN)
 
     def bind(self, executor: Executor, kernel: Kernel) -> None:
         """What the steps run; before anything is captured."""
@@ -92,11 +109,20 @@ class SpanGraphs:
             return PLAIN
         lengths: list[int] = forward_batch.seq_lens_cpu.tolist()
         queries = queries_of(forward_batch.rids, [1] * len(lengths), lengths)
+        reads = SpanReads.of(queries)
+        if reads is not None and self._known is not None and reads.same(self._known[0]):
+            return self._known[1]
+        found = self._smallest(queries)
+        self._known = None if reads is None else (reads, found)
+        return found
+
+    def _smallest(self, queries: BatchQueries) -> str | None:
         plan = static_plan(queries)
+        requests = len(queries.layouts)
         fitting = {
             label: rows > 1
             for label, (spans, rows) in self._variants.items()
-            if self._shape(len(lengths), spans, rows).holds(plan)
+            if self._shape(requests, spans, rows).holds(plan)
         }
         readers_share = any(launch.rows > launch.parts for launch in plan.spans)
         return min(fitting, key=lambda label: fitting[label] != readers_share, default=None)
@@ -105,7 +131,7 @@ class SpanGraphs:
     def _shape(requests: int, spans: int, rows: int) -> StaticShape:
         """Sharing halves the parts at least, or it is not worth the padding."""
         parts = requests * spans if rows == 1 else max(requests * spans // 2, spans)
-        return StaticShape(requests, spans, parts, rows)
+        return StaticShape(requests, spans, min(parts, MOST_PARTS), rows)
 
     # --- steps -----------------------------------------------------------------------------------
 

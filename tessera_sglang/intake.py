@@ -22,6 +22,7 @@ import hashlib
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from http import HTTPStatus
 from typing import Any
 from weakref import WeakValueDictionary
@@ -35,7 +36,9 @@ from tessera_sglang.memory_pool.runs import Path
 from . import spans as declaration
 from .cache import TesseraCache
 from .compat import FINISH_ABORT, Req, SamplingParams
+from .config import ConfigError
 from .reader import Body, Reader, attach, reader_of
+from .root import root_tokens
 
 SPAN_PREFILL = "tessera_span_prefill"  # attribute of a Req that intake made
 MAX_FAILURES = 8  # prefills of a body that end and leave it missing, before its readers are refused
@@ -43,7 +46,10 @@ MAX_FAILURES = 8  # prefills of a body that end and leave it missing, before its
 
 @dataclass(frozen=True, slots=True)
 class SpanSettings:
-    """What the server decided about spans at start; ``refusal`` says why it serves none."""
+    """What the server decided about spans at start, and requests may override.
+
+    ``refusal`` says why it serves none.
+    """
 
     link_pages: int
     root: array[int]  # whole pages, possibly none
@@ -99,18 +105,23 @@ class SpanIntake:
 
     def _read(self, req: Any) -> Reader | None:
         prompt: array[int] = req.origin_input_ids
-        raw = declaration.declared(getattr(req.sampling_params, "custom_params", None))
-        spans = declaration.parse(raw, len(prompt))
+        custom_params = getattr(req.sampling_params, "custom_params", None)
+        spans = declaration.parse(declaration.declared(custom_params), len(prompt))
         if not spans:
             return None
-        declaration.check_request(req, len(prompt), self.settings.refusal)
-        size, root = self.cache.page_size, self.settings.root
+        declaration.check_request(req, spans, self.settings.refusal)
+        size = self.cache.page_size
+        vocab_size = self._scheduler.model_config.vocab_size
+        asked = declaration.overrides(custom_params, page_size=size, vocab_size=vocab_size)
+        root = self._root(asked.root)
         layout = lay_out(
             spans,
             prompt_tokens=len(prompt),
             page_size=size,
             root_tokens=len(root),
-            linked_pages=self.settings.link_pages,
+            linked_pages=(
+                self.settings.link_pages if asked.link_pages is None else asked.link_pages
+            ),
         )
         if layout is None:
             return None
@@ -129,6 +140,35 @@ class SpanIntake:
         self._check_room(req, reader)
         return reader
 
+    def _root(self, asked: str | tuple[int, ...] | None) -> array[int]:
+        """The root of a request: its own, or the server's where it asks for none."""
+        if asked is None:
+            return self.settings.root
+        if asked == "auto":
+            return self._auto_root
+        return array("q", () if isinstance(asked, str) else asked)
+
+    @cached_property
+    def _auto_root(self) -> array[int]:
+        scheduler = self._scheduler
+        if scheduler.tokenizer is None:
+            raise declaration.SpanError(
+                f'{declaration.OBJECT}.root: "auto" needs a tokenizer, which this server lacks '
+                "(--skip-tokenizer-init); give token ids"
+            )
+        try:
+            return root_tokens(
+                "auto",
+                tokenizer=scheduler.tokenizer,
+                vocab_size=scheduler.model_config.vocab_size,
+                page_size=self.cache.page_size,
+            )
+        except ConfigError as error:
+            raise declaration.SpanError(
+                f'{declaration.OBJECT}.root: "auto" can not be made of this server\'s tokenizer; '
+                f"give token ids ({error})"
+            ) from error
+
     def _body(self, root_key: PageKey, tokens: array[int]) -> Body:
         digest = hashlib.blake2b(tokens, digest_size=32).digest()
         body = self._bodies.get((root_key, digest))
@@ -140,11 +180,12 @@ class SpanIntake:
     def _check_room(self, req: Any, reader: Reader) -> None:
         """Refuse what can never fit; shorten what can not generate as much as it asks for."""
         scheduler, size = self._scheduler, self.cache.page_size
+        root = reader.layout.root_tokens
         for body in reader.distinct_bodies:
             if len(body.tokens) >= scheduler.max_req_input_len:
                 raise declaration.SpanError(
-                    f"a span of {len(body.tokens) - len(self.settings.root)} shareable tokens and "
-                    f"the root of {len(self.settings.root)} exceed the maximum input length of "
+                    f"a span of {len(body.tokens) - root} shareable tokens and "
+                    f"the root of {root} exceed the maximum input length of "
                     f"{scheduler.max_req_input_len} tokens; split the span"
                 )
         remaining = len(reader.layout.remaining)

@@ -77,7 +77,7 @@ def _triton() -> Kernel:
 
 
 def _fa3() -> Kernel:
-    import_library("sgl_kernel.flash_attn", "install SGLang's sglang-kernel on a machine with CUDA")
+    import_library("sgl_kernel.flash_attn", "pip install sglang-kernel")
     module = import_module("sglang.kernels.ops.attention.flash_attention_v3")
     kernel: Kernel = _adapter("fa3").FA3Kernel(module.flash_attn_with_kvcache)
     return kernel
@@ -102,7 +102,7 @@ def check_wanted(wanted: str, device: str) -> None:
 
 
 def make_router(runner: Any, wanted: str) -> Router:
-    """The router of a loaded model, kept on its runner and logged.
+    """The router of a loaded model, logged and ready to serve.
 
     Raises:
         RouteError: the kernel that is wanted can not serve the model here.
@@ -111,7 +111,6 @@ def make_router(runner: Any, wanted: str) -> Router:
     router = Router(wanted, situation_of(runner), offers())
     router.log()
     warm_up(router, runner.device)
-    runner.tessera_router = router
     return router
 
 
@@ -129,15 +128,15 @@ def warm_up(router: Router, device: Any) -> None:
         Executor(shape, None).begin(plan, kernel, slots, row).prepare(1.0)
 
 
+def keep_router(runner: Any, router: Router) -> None:
+    """Our backend serves the runner's model: `router_of` finds what it counts."""
+    runner.tessera_router = router
+
+
 def router_of(runner: Any) -> Router | None:
     """The router of a runner; None where SGLang's own backend serves the model."""
     found: Router | None = getattr(runner, "tessera_router", None)
     return found
-
-
-def forget_router(runner: Any) -> None:
-    """SGLang's own backend serves after all, and nothing is counted."""
-    runner.tessera_router = None
 
 
 def situation_of(runner: Any) -> Situation:
@@ -192,7 +191,6 @@ class StockFacts:
     device: str
     default: str  # what SGLang takes by itself
     latent: bool
-    sparse: bool  # DeepSeek sparse attention: an indexer picks the keys
     flashmla: str | None = None  # why FlashMLA's dense decode can not run here; None: it can
 
 
@@ -209,8 +207,6 @@ def stock_names(facts: StockFacts) -> Stock:
     if facts.device == "cpu":
         # torch_native has no MLA, and computes attention of a cached prefix's queries once more.
         return Stock(None, "on a CPU SGLang's own backend is the slower one, or there is none")
-    if facts.sparse:
-        return Stock(("dsa", "dsa"), "the model picks its keys by an indexer")
     if not facts.latent or facts.device != "cuda":
         return Stock((facts.default, facts.default), f"SGLang's default on {facts.device}")
     if facts.flashmla is not None:
@@ -232,7 +228,6 @@ def stock_of(runner: Any, router: Router) -> Stock:
             device=device,
             default=compat.default_backend_name(runner),
             latent=shape.latent,
-            sparse=isinstance(runner.token_to_kv_pool, compat.DSATokenToKVPool),
             flashmla=flashmla,
         )
     )

@@ -1,9 +1,13 @@
 """Counters on ``/metrics``, for servers with ``--enable-metrics``.
 
 What is counted lives where it happens, as plain numbers; here they are copied into Prometheus about
-once a second, so that no forward pass pays for it. One table says which. ``prometheus_client`` is
-imported when the first copy is made: it looks for SGLang's directory of metric files then, which is
-not set yet while plugins load.
+once a second, so that no forward pass pays for it. One table (:mod:`families`) says which.
+``prometheus_client`` is imported when the first copy is made: it looks for SGLang's directory of metric
+files then, which is not set yet while plugins load.
+
+Every series that can ever move is there with 0 before a request is served. The one that may be missing
+is ``tessera_kernel_fallback_total``: it has a series for each second choice that the router made, and
+none where the best kernel runs everything. What the labels mean is in ``docs/observability``.
 """
 
 from __future__ import annotations
@@ -11,108 +15,20 @@ from __future__ import annotations
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
-from tessera_sglang.attention.dispatches import Dispatches
+from tessera_sglang.attention.kernels.base import Phase
 
 from .cache import TesseraCache
+from .families import FAMILIES, Family, Sources
+from .incidents import Watch
 from .kernels import router_of
+from .reader import reader_of
 
 logger = logging.getLogger(__name__)
 
 INTERVAL_S = 1.0
-
-Values = Mapping[Any, int]  # by a tuple of label values
-
-
-@dataclass(frozen=True, slots=True)
-class Sources:
-    """Where a scheduler's numbers are; None where it has no such part."""
-
-    dispatches: Dispatches | None
-    cache: TesseraCache | None
-
-
-@dataclass(frozen=True, slots=True)
-class Family:
-    """One metric: its name, what it says, its labels, and how its values are read."""
-
-    name: str
-    meaning: str
-    labels: tuple[str, ...]
-    read: Callable[[Sources], Values]
-    kind: Literal["counter", "gauge"] = "counter"
-
-
-def _of_dispatches(read: Callable[[Dispatches], Values]) -> Callable[[Sources], Values]:
-    return lambda at: read(at.dispatches) if at.dispatches is not None else {}
-
-
-def _of_cache(read: Callable[[TesseraCache], Values]) -> Callable[[Sources], Values]:
-    return lambda at: read(at.cache) if at.cache is not None else {}
-
-
-def _pages(cache: TesseraCache) -> Values:
-    tier = cache.paged_tier()
-    states = ("available", "evictable", "protected", "in_use")
-    return {(state,): getattr(tier, state) for state in states}
-
-
-FAMILIES = (
-    Family(
-        "tessera_kernel_dispatch_total",
-        "Attention launches of a layer, by the kernel that ran and the phase.",
-        ("kernel", "phase"),
-        _of_dispatches(lambda d: d.launches),
-    ),
-    Family(
-        "tessera_kernel_fallback_total",
-        "Forward passes that ran on another kernel than the best one for this device.",
-        ("wanted", "got", "reason"),
-        _of_dispatches(lambda d: d.fallbacks),
-    ),
-    Family(
-        "tessera_pages",
-        "Pages of the pool, each counted once.",
-        ("state",),
-        _of_cache(_pages),
-        kind="gauge",
-    ),
-    Family(
-        "tessera_lookup_tokens_total",
-        "Prompt tokens of scheduled requests.",
-        (),
-        _of_cache(lambda c: {(): c.traffic.lookup}),
-    ),
-    Family(
-        "tessera_hit_tokens_total",
-        "Prompt tokens that were not computed, by what they were found as.",
-        ("kind",),
-        _of_cache(
-            lambda c: {("prefix",): c.traffic.prefix_hit, ("span",): c.traffic.span_hit},
-        ),
-    ),
-    Family(
-        "tessera_dedup_collisions_total",
-        "Two texts had the same page key; by chance that does not happen.",
-        (),
-        _of_cache(lambda c: {(): c.index.counters.collisions}),
-    ),
-    Family(
-        "tessera_latent_divergence_total",
-        "Two requests computed the same page differently.",
-        (),
-        _of_cache(lambda c: {(): c.index.counters.latent_divergence}),
-    ),
-    Family(
-        "tessera_evicted_pages_total",
-        "Pages evicted, by the tier that they left.",
-        ("tier",),
-        _of_cache(lambda c: {("device",): c.index.counters.evicted_pages}),
-    ),
-)
 
 
 class Publisher:
@@ -134,13 +50,24 @@ class Publisher:
         self._children: dict[tuple[str, tuple[str, ...]], Any] = {}
         self._published: dict[tuple[str, tuple[str, ...]], int] = {}
         self._next_s = 0.0
+        self._at_rest = False  # nothing ran since an idle server published
 
-    def publish(self, *, now_s: float | None = None) -> None:
-        """Add what was counted since the last time. With ``now_s`` at most once an interval."""
-        if now_s is not None:
-            if now_s < self._next_s:
-                return
+    def after_pass(self, now_s: float) -> None:
+        """Publish, at most once an interval."""
+        self._at_rest = False
+        if now_s >= self._next_s:
             self._next_s = now_s + INTERVAL_S
+            self.publish()
+
+    def when_idle(self, now_s: float) -> None:
+        """Publish what the last pass left at once, then once an interval: an idle server spins."""
+        if not self._at_rest:
+            self._next_s = now_s
+        self.after_pass(now_s)
+        self._at_rest = True
+
+    def publish(self) -> None:
+        """Add what was counted since the last time."""
         for family in FAMILIES:
             for labels, value in family.read(self._sources).items():
                 key = (family.name, labels)
@@ -171,52 +98,58 @@ class Publisher:
 # --- on a running server -------------------------------------------------------------------------
 
 
+class Reporting:
+    """What a scheduler's reporter does for Tessera: warnings, and metrics where they are on."""
+
+    def __init__(self, reporter: Any) -> None:
+        cache = reporter.scheduler.tree_cache
+        self.watch = Watch(cache) if isinstance(cache, TesseraCache) else None
+        self.publisher = _make_publisher(reporter)
+
+    def report(self, now_s: float, *, idle: bool) -> None:
+        """After a pass, or between passes of an idle server."""
+        if self.watch is not None:
+            self.watch.look(now_s)
+        if self.publisher is None:
+            return
+        try:
+            publish = self.publisher.when_idle if idle else self.publisher.after_pass
+            publish(now_s)
+        except Exception:  # whatever is wrong with the metrics, requests are served
+            logger.exception("tessera's metrics stop here")
+            self.publisher = None
+
+
 def after_pass(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook after ``SchedulerMetricsReporter.log_batch_result_stats``: once a pass, throttled."""
-    publisher = _publisher_of(reporter)
-    if publisher is not None:
-        _publish(reporter, publisher, time.monotonic())
+    _reporting(reporter).report(time.monotonic(), idle=False)
     return result
 
 
 def when_idle(result: Any, reporter: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook after ``SchedulerMetricsReporter._maybe_log_idle_metrics``: the last pass shows at once."""
-    publisher = _publisher_of(reporter)
-    if publisher is not None:
-        _publish(reporter, publisher, None)
+    _reporting(reporter).report(time.monotonic(), idle=True)
     return result
 
 
-def _publish(reporter: Any, publisher: Publisher, now_s: float | None) -> None:
-    try:
-        publisher.publish(now_s=now_s)
-    except Exception:  # whatever is wrong with the metrics, requests are served
-        logger.exception("tessera's metrics stop here")
-        reporter.tessera_publisher = None
-
-
-def _publisher_of(reporter: Any) -> Publisher | None:
-    """The reporter's publisher, made when first asked for; None where metrics are off."""
-    if not hasattr(reporter, "tessera_publisher"):
-        reporter.tessera_publisher = _make_publisher(reporter)
-    publisher: Publisher | None = reporter.tessera_publisher
-    return publisher
+def _reporting(reporter: Any) -> Reporting:
+    found: Reporting | None = getattr(reporter, "tessera_reporting", None)
+    if found is None:
+        found = reporter.tessera_reporting = Reporting(reporter)
+    return found
 
 
 def _make_publisher(reporter: Any) -> Publisher | None:
+    """None where metrics are off, or nothing is ours."""
     if not reporter.current_scheduler_metrics_enabled:
         return None
-    scheduler, collector = reporter.scheduler, reporter.metrics_collector
-    cache, router = scheduler.tree_cache, router_of(scheduler.tp_worker.model_runner)
-    sources = Sources(
-        router.dispatches if router is not None else None,
-        cache if isinstance(cache, TesseraCache) else None,
-    )
+    sources = _sources(reporter.scheduler)
     if sources.dispatches is None and sources.cache is None:
         return None
     from prometheus_client import Counter, Gauge
 
     # SGLang lets deployments replace the classes.
+    collector = reporter.metrics_collector
     counter, gauge = collector._counter_cls or Counter, collector._gauge_cls or Gauge
     return Publisher(
         sources,
@@ -224,3 +157,24 @@ def _make_publisher(reporter: Any) -> Publisher | None:
         counter=counter,
         gauge=functools.partial(gauge, multiprocess_mode="mostrecent"),
     )
+
+
+def _sources(scheduler: Any) -> Sources:
+    runner, cache = scheduler.tp_worker.model_runner, scheduler.tree_cache
+    router = router_of(runner)
+    stock = getattr(getattr(runner, "attn_backend", None), "stock", None)
+    if router is not None and stock is not None:  # what runs plain batches shows with 0, too
+        router.count_named(f"sglang:{stock.prefill}", Phase.PREFILL, 0)
+        router.count_named(f"sglang:{stock.decode}", Phase.DECODE, 0)
+    ours = isinstance(cache, TesseraCache)
+    return Sources(
+        router.dispatches if router is not None else None,
+        cache if ours else None,
+        (lambda: waiting_readers(scheduler.waiting_queue)) if ours else None,
+    )
+
+
+def waiting_readers(queue: Iterable[Any]) -> int:
+    """Requests of a queue that lack a span."""
+    readers = (reader_of(req) for req in queue)
+    return sum(reader is not None and reader.path is None for reader in readers)

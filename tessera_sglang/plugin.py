@@ -25,6 +25,7 @@ def load() -> None:
         compat.register_attention_backend(BACKEND)(wiring.make_backend)
         compat.register_resolution_hook("handle_missing_default_values")(startup.choose_defaults)
         compat.register_resolution_hook("handle_missing_default_values")(_verify_first)
+        compat.register_resolution_hook("handle_speculative_decoding")(startup.place_drafts)
         compat.register_resolution_hook("handle_model_capability_adjustments")(
             startup.refuse_contradictions
         )

@@ -1,4 +1,4 @@
-"""``custom_params.tessera.spans``: what a request may declare, and what it may not.
+"""``custom_params.tessera``: what a request may declare, and what it may not.
 
 Used where a request enters (an HTTP 400 before anything is queued) and again by the scheduler, which
 trusts nobody. Knows nothing of the engine.
@@ -6,13 +6,18 @@ trusts nobody. Knows nothing of the engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tessera_sglang.attention.layout import Span
 
 from .config import MAX_SPANS
 
-FIELD = "custom_params.tessera.spans"
+OBJECT = "custom_params.tessera"
+FIELD = f"{OBJECT}.spans"
+_KEYS = ("spans", "link_pages", "root")
+_TEXT_SPANS = "text_spans"  # offsets into `text`, turned into spans where the text is tokenised
 
 # Fields that spans can not meet: the prompt is more than token ids, or its tokens are answered for,
 # or read by somebody else, in their order.
@@ -37,31 +42,89 @@ class SpanError(ValueError):
     """The declaration is malformed or can not be served; the message says what, where and why."""
 
 
+@dataclass(frozen=True, slots=True)
+class Overrides:
+    """Settings of the server that a request replaces for itself; None keeps the server's."""
+
+    link_pages: int | None = None
+    root: str | tuple[int, ...] | None = None  # "auto", "none", or token ids: whole pages
+
+
 def declared(custom_params: Any) -> Any:
     """The raw ``spans`` of a request, or None when it declares none.
 
     Raises:
-        SpanError: ``tessera`` is not an object, or holds anything but ``spans``.
+        SpanError: ``tessera`` is not an object, lacks ``spans``, or has an unknown key.
     """
+    tessera = _object(custom_params)
+    if tessera is None:
+        return None
+    if _TEXT_SPANS in tessera:
+        raise SpanError(
+            f"{OBJECT} has 'text_spans' and 'spans'; give one of them"
+            if "spans" in tessera
+            else f"{OBJECT}.text_spans needs the prompt as `text`; give 'spans', in token offsets, "
+            "with input_ids"
+        )
+    if "spans" not in tessera:
+        raise SpanError(
+            f"{OBJECT} has no 'spans', got {_shown(tessera)}; give a list of pairs, "
+            "or leave tessera out"
+        )
+    unknown = sorted(str(key) for key in tessera if key not in _KEYS)
+    if unknown:
+        known = ", ".join(map(repr, (*_KEYS[:1], _TEXT_SPANS, *_KEYS[1:])))
+        raise SpanError(f"{OBJECT}: unknown key {unknown[0]!r}; remove it. Known keys: {known}")
+    return tessera["spans"]
+
+
+def overrides(custom_params: Any, *, page_size: int, vocab_size: int) -> Overrides:
+    """What a request replaces of the server's settings. ``page_size`` in tokens.
+
+    Raises:
+        SpanError: ``link_pages`` or ``root`` can not be used.
+    """
+    tessera = _object(custom_params) or {}
+    link_pages = tessera.get("link_pages")
+    if link_pages is not None and (not _is_int(link_pages) or link_pages < 0):
+        raise SpanError(
+            f"{OBJECT}.link_pages must be a whole number from 0 on, got {_shown(link_pages)}; "
+            "leave it out for the server's"
+        )
+    root = tessera.get("root")
+    if root is not None and root not in ("auto", "none"):
+        root = _checked_root(root, page_size, vocab_size)
+    return Overrides(link_pages, root)
+
+
+def _object(custom_params: Any) -> dict[Any, Any] | None:
     if not isinstance(custom_params, dict) or custom_params.get("tessera") is None:
         return None
     tessera = custom_params["tessera"]
     if not isinstance(tessera, dict):
         raise SpanError(
-            f'custom_params.tessera must be an object such as {{"spans": [[0, 128]]}}, '
-            f"got {_shown(tessera)}"
+            f'{OBJECT} must be an object such as {{"spans": [[0, 128]]}}, got {_shown(tessera)}'
         )
-    if "spans" not in tessera:
+    return tessera
+
+
+def _checked_root(root: Any, page_size: int, vocab_size: int) -> tuple[int, ...]:
+    where = f"{OBJECT}.root"
+    if not isinstance(root, list | tuple):
         raise SpanError(
-            f"custom_params.tessera has no 'spans', got {_shown(tessera)}; give a list of pairs, "
-            "or leave tessera out"
+            f'{where} must be "auto", "none" or a list of token ids, got {_shown(root)}'
         )
-    unknown = sorted(str(key) for key in tessera if key != "spans")
-    if unknown:
+    if len(root) % page_size or not root:
         raise SpanError(
-            f"custom_params.tessera: unknown key {unknown[0]!r}; the only key is 'spans'"
+            f"{where} has {len(root)} token ids, but it must be whole pages of {page_size}; add or "
+            'remove ids, or give "none" for no root'
         )
-    return tessera.get("spans")
+    for number, token in enumerate(root):
+        if not _is_int(token) or not 0 <= token < vocab_size:
+            raise SpanError(
+                f"{where}[{number}] must be a token id below {vocab_size}, got {_shown(token)}"
+            )
+    return tuple(root)
 
 
 def parse(raw: Any, prompt_tokens: int) -> tuple[Span, ...]:
@@ -91,8 +154,8 @@ def parse(raw: Any, prompt_tokens: int) -> tuple[Span, ...]:
     return tuple(spans)
 
 
-def check_request(req: Any, prompt_tokens: int, refusal: str | None) -> None:
-    """Raise SpanError for a request whose other wishes spans can not meet.
+def check_request(req: Any, spans: Sequence[Span], refusal: str | None) -> None:
+    """Raise SpanError for a request whose other wishes its spans can not meet.
 
     ``req`` is SGLang's ``Req`` or its ``GenerateReqInput``; only what both have is looked at.
     """
@@ -108,13 +171,21 @@ def check_request(req: Any, prompt_tokens: int, refusal: str | None) -> None:
     for name, value in wishes.items():
         if value:
             raise SpanError(f"{name} can not be combined with {FIELD}; drop one of them")
-    start = getattr(req, "logprob_start_len", None)
-    inside = start is not None and 0 <= start < prompt_tokens
-    if req.return_logprob and inside:
-        raise SpanError(
-            "input log-probabilities (logprob_start_len) can not be combined with "
-            f"{FIELD}; leave logprob_start_len out to get those of the output"
-        )
+    if req.return_logprob:
+        _check_input_logprobs(getattr(req, "logprob_start_len", None), spans)
+
+
+def _check_input_logprobs(start: int | None, spans: Sequence[Span]) -> None:
+    """SGLang slices input log-probabilities out of the row, which has the prompt's order only from
+    the end of the last span on."""
+    end = spans[-1].end if spans else 0
+    if start is None or start == -1 or start >= end:
+        return
+    raise SpanError(
+        f"logprob_start_len = {start} is before the end of the last of {FIELD}, {end}; input "
+        f"log-probabilities start at {end} or later: raise logprob_start_len, end the span there, or "
+        "leave logprob_start_len out to get those of the output"
+    )
 
 
 def _param(req: Any, name: str) -> Any:
@@ -126,8 +197,7 @@ def _parse_entry(where: str, entry: Any, prompt_tokens: int) -> Span:
     if not isinstance(entry, list | tuple) or len(entry) != 2:
         raise SpanError(f"{where} must be a pair [start, end], got {_shown(entry)}")
     for name, value in zip(("start", "end"), entry, strict=True):
-        # bool is an int in Python, and a JSON true is not an offset
-        if isinstance(value, bool) or not isinstance(value, int):
+        if not _is_int(value):
             raise SpanError(f"{where}: {name} must be an integer, got {_shown(value)}")
     start, end = entry
     if start < 0:
@@ -139,6 +209,11 @@ def _parse_entry(where: str, entry: Any, prompt_tokens: int) -> Span:
             f"{where} = [{start}, {end}] ends past the prompt, which has {prompt_tokens} tokens"
         )
     return Span(start, end)
+
+
+def _is_int(value: Any) -> bool:
+    # bool is an int in Python, and a JSON true is not a number
+    return isinstance(value, int) and not isinstance(value, bool)
 
 
 def _shown(value: Any) -> str:

@@ -16,12 +16,11 @@ from tessera_sglang.attention.router import RouteError
 from tessera_sglang.memory_pool import eviction
 
 from . import compat
-from .config import BACKEND, Config, load
+from .config import BACKEND, PAGE_TOKENS, Config, load
 from .kernels import check_wanted
+from .survey import SPARSE_BACKEND
 
 logger = logging.getLogger(__name__)
-
-PAGE_TOKENS = 64  # what FlashMLA reads; one geometry for every device
 
 
 class StartupError(ValueError):
@@ -39,7 +38,11 @@ def selected(server_args: Any) -> bool:
 
 
 def choose_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
-    """Resolution step: the page size, and on a CPU no graphs and a quiet idle loop."""
+    """Resolution step: the page size, and on a CPU no graphs and a quiet idle loop.
+
+    With drafts the page size is SGLang's to choose: it refuses pages for some kinds of them, by the
+    name of a backend that is not ours.
+    """
     view = compat.resolving_view(server_args)
     if view.device is None and _on_cpu(view):
         # SGLang's own detection trips over an out-of-tree CPU, whatever the backend
@@ -50,9 +53,10 @@ def choose_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
                 "with is --attention-backend tessera"
             )
     if selected(server_args):
-        load()  # a bad TESSERA_CONFIG stops the start here
+        config = load()  # a bad TESSERA_CONFIG stops the start here
+        _check_drafts(view, config)
         chosen: dict[str, Any] = {}
-        if view.page_size is None:
+        if view.page_size is None and not view.speculative_algorithm:
             chosen["page_size"] = PAGE_TOKENS
         if _on_cpu(view):
             chosen["disable_cuda_graph"] = True
@@ -60,6 +64,19 @@ def choose_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
         compat.declare_resolution(server_args, BACKEND, **chosen)
         logger.info("tessera selects %s", chosen)
     previous(server_args)
+
+
+def place_drafts(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Resolution step: drafts run on what SGLang would have taken; it can build none on our name."""
+    previous(server_args)
+    view = compat.resolving_view(server_args)
+    if not selected(server_args) or not view.speculative_algorithm:
+        return
+    if view.speculative_draft_attention_backend is None:
+        sparse = compat.picks_keys(server_args)
+        name = SPARSE_BACKEND if sparse else compat.default_backend_of(server_args)
+        compat.declare_resolution(server_args, BACKEND, speculative_draft_attention_backend=name)
+        logger.info("tessera selects %s for drafts", name)
 
 
 def refuse_contradictions(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -79,6 +96,22 @@ def refuse_contradictions(server_args: Any, previous: Callable[[Any], None]) -> 
             raise StartupError(str(error)) from error
 
 
+def _check_drafts(view: Any, config: Config) -> None:
+    """Before SGLang looks at drafts, and would name what it took for the cause."""
+    algorithm = view.speculative_algorithm
+    if not algorithm:
+        return
+    if config.index == "content":
+        raise _with_content(
+            f"--speculative-algorithm {algorithm}", "drafts do not know span layouts"
+        )
+    if _on_cpu(view):
+        raise StartupError(
+            f"--speculative-algorithm {algorithm} with --attention-backend tessera: on a CPU "
+            "Tessera's own kernels serve, and they verify no drafts; drop the flag"
+        )
+
+
 def check(view: Any, config: Config, *, mla: bool, sparse: bool = False) -> None:
     """Raise StartupError for the first contradiction in resolved arguments.
 
@@ -90,7 +123,8 @@ def check(view: Any, config: Config, *, mla: bool, sparse: bool = False) -> None
             f"--prefill-attention-backend and --decode-attention-backend resolve to "
             f"{sorted(backends)}: spans need both phases; use --attention-backend tessera alone"
         )
-    if mla and view.page_size % PAGE_TOKENS:
+    _check_drafts(view, config)
+    if mla and view.page_size % PAGE_TOKENS and not view.speculative_algorithm:
         raise StartupError(
             f"--page-size {view.page_size} with --attention-backend tessera on an MLA model: its "
             f"pages hold a multiple of {PAGE_TOKENS} tokens; drop --page-size"
@@ -110,10 +144,14 @@ def check(view: Any, config: Config, *, mla: bool, sparse: bool = False) -> None
             'latents and would disagree on which pages are equal; use "tokens", or --tp-size 1'
         )
     for flag, wanted in _refused_with_content(view):
-        raise StartupError(
-            f'{flag} with the content index (TESSERA_CONFIG index "content"): {wanted}; drop the '
-            'flag, or set TESSERA_CONFIG=\'{"index": "radix"}\''
-        )
+        raise _with_content(flag, wanted)
+
+
+def _with_content(flag: str, wanted: str) -> StartupError:
+    return StartupError(
+        f'{flag} with the content index (TESSERA_CONFIG index "content"): {wanted}; drop the '
+        'flag, or set TESSERA_CONFIG=\'{"index": "radix"}\''
+    )
 
 
 def _always_refused(view: Any, sparse: bool) -> list[tuple[str, str, str]]:
@@ -178,7 +216,6 @@ def _refused_with_content(view: Any) -> list[tuple[str, str]]:
     ]
     for field, flag, wanted in (
         ("radix_cache_backend", "--radix-cache-backend", "two indexes for one pool"),
-        ("speculative_algorithm", "--speculative-algorithm", "drafts do not know span layouts"),
         ("kv_events_config", "--kv-events-config", "the index emits no KV events"),
         ("dllm_algorithm", "--dllm-algorithm", "denoising rewrites rows in place"),
     ):
@@ -206,6 +243,13 @@ def _refused_with_content(view: Any) -> list[tuple[str, str]]:
                     "policies take nothing",
                 )
             )
+    if view.tokenizer_worker_num > 1:
+        found.append(
+            (
+                f"--tokenizer-worker-num {view.tokenizer_worker_num}",
+                "SGLang loads no plugins in these workers, which would miss cache_control",
+            )
+        )
     if view.pp_size > 1:
         found.append((f"--pp-size {view.pp_size}", "stages would see rows in different orders"))
     if compat.envs.SGLANG_RADIX_FORCE_MISS.get():

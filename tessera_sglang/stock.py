@@ -3,7 +3,8 @@
 SGLang asks its backend for more than attention: whether it needs lengths on the host, where its reads
 of shared tables end, metadata for prefill graphs. For a plain batch the right answers are those of the
 stock backend, so `adopt` takes them over; and MLA layers choose their forward method by a backend's
-name, so `forward_method` gives them the stock one.
+name, so `forward_method` gives them the stock one, and `keep_prefix_chunks` leaves it every way of
+prefilling that it has.
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ from __future__ import annotations
 from typing import Any
 
 from .compat import (
+    PREFIX_CHUNK_BACKENDS,
     AttentionBackend,
     AttentionBackendRegistry,
     absorbed_mla,
+    attention_backends,
     build_backend,
     current_backend,
+    default_backend_of,
+    get_server_args,
     hybrid_backend,
+    picks_keys,
+    verifies_as_decode,
 )
 from .config import BACKEND
 
@@ -31,7 +38,10 @@ class StockBackend:
 
     def name(self, forward_mode: Any) -> str:
         """What serves a batch of this mode."""
-        return self.decode if forward_mode.is_decode_or_idle() else self.prefill
+        as_decode = forward_mode.is_decode_or_idle() or (
+            forward_mode.is_target_verify() and verifies_as_decode()
+        )
+        return self.decode if as_decode else self.prefill
 
 
 def build_stock(runner: Any, prefill: str, decode: str) -> StockBackend:
@@ -61,6 +71,20 @@ def adopt(ours: Any, stock: Any) -> None:
             continue
         if name not in own and not isinstance(value, property):
             setattr(ours, name, getattr(stock, name))
+
+
+def keep_prefix_chunks(*args: Any, **kwargs: Any) -> None:
+    """Before ``maybe_disable_chunked_prefix_cache``: whether MLA may prefill over a cached prefix in
+    expanded chunks.
+
+    SGLang allows it by the prefill backend's name, for good, and before any layer is built. Plain
+    prefills are the inner backend's, so ours is allowed where that one is.
+    """
+    if BACKEND not in attention_backends() or BACKEND in PREFIX_CHUNK_BACKENDS:
+        return
+    server_args = get_server_args()
+    if not picks_keys(server_args) and default_backend_of(server_args) in PREFIX_CHUNK_BACKENDS:
+        PREFIX_CHUNK_BACKENDS.append(BACKEND)
 
 
 def register_forward_method() -> None:

@@ -26,6 +26,7 @@ _OTHER_ROPE = (
 )
 _UNSTABLE_TABLES = ("Dynamic", "LongRoPE", "SuScaled", "DualChunk")  # depend on the length served
 SPARSE_BACKEND = "dsa"  # the one of SGLang's that runs an indexer
+_SPARSE_MARKS = ("use_dsa", "use_nsa")  # of SGLang's models
 _SPARSE = (
     "sparse attention (DSA): an indexer scores the whole row, by keys that are rotated as well, and "
     "chooses what a query reads; moved and merged parts would be other choices"
@@ -85,7 +86,7 @@ def foreign_of(model: Any) -> Foreign | None:
     if not layers:
         return Foreign("the model has no attention layer that SGLang pages")
     for name, parent, layer in layers:
-        if getattr(parent, "use_dsa", False):
+        if any(getattr(parent, mark, False) for mark in _SPARSE_MARKS):
             return Foreign(f"{name}: {_SPARSE}", stock=SPARSE_BACKEND)
         reason = _foreign_layer(parent, layer)
         if reason is not None:

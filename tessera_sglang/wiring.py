@@ -8,8 +8,8 @@ from typing import Any
 
 from tessera_sglang.attention.kernels.base import Phase
 
-from . import metrics, scheduling, spans
-from .accounting import account
+from . import endpoints, ignored, metrics, scheduling, spans
+from .accounting import account, correct_prefill_stats, count_asked
 from .admission.seam import admit_model, remember_config
 from .backend import TesseraBackend
 from .batches import mark_readers
@@ -30,13 +30,13 @@ from .graphs import (
     graph_variants,
     serve,
 )
-from .inspection import add_state
+from .inspection import add_state, log_resolved
 from .intake import SpanIntake, SpanSettings, is_span_prefill
-from .kernels import forget_router, make_router, stock_of
+from .kernels import keep_router, make_router, stock_of
 from .kv_memory import compare_with_ledger
 from .publication import rope_hash, run_pass
 from .root import root_tokens
-from .stock import build_stock, register_forward_method, stand_aside
+from .stock import build_stock, keep_prefix_chunks, register_forward_method, stand_aside
 from .survey import LatentRow, Survey, survey
 
 logger = logging.getLogger(__name__)
@@ -80,14 +80,15 @@ def make_backend(runner: Any) -> Any:
     choice = stock_of(runner, router)
     if choice.names is None:
         logger.info("plain batches: the same kernels (%s)", choice.reason)
+        keep_router(runner, router)
         return TesseraBackend(runner, verdict, router)
     logger.info(
         "plain batches: SGLang's %s prefill and %s decode (%s)", *choice.names, choice.reason
     )
     stock = build_stock(runner, *choice.names)
     if config.index == "radix":  # nobody reads spans, so every batch is plain
-        forget_router(runner)
         return stand_aside(stock)
+    keep_router(runner, router)
     graphs = None
     if verdict.refusal is None and router.kernel(Phase.DECODE).capabilities.graph_safe:
         graphs = SpanGraphs(context_tokens=runner.model_config.context_len, device=runner.device)
@@ -187,11 +188,26 @@ def check_on_arrival(result: Any, manager: Any, obj: Any, input_ids: Any) -> Any
     tokens = len(input_ids) if input_ids is not None else 0
     if getattr(obj, "input_ids", None) is not None:
         _check_vocabulary(input_ids, manager.model_config.vocab_size)
-    params = obj.sampling_params
-    raw = spans.declared(params.get("custom_params") if isinstance(params, dict) else None)
-    if spans.parse(raw, tokens):
-        spans.check_request(obj, tokens, None)
+    try:
+        _check_declaration(manager, obj, tokens)
+    except spans.SpanError as error:
+        if not endpoints.drop_hint(obj.sampling_params):
+            raise
+        ignored.count(manager, "request", str(error))
     return result
+
+
+def _check_declaration(manager: Any, obj: Any, tokens: int) -> None:
+    params = obj.sampling_params
+    custom = params.get("custom_params") if isinstance(params, dict) else None
+    declared = spans.parse(spans.declared(custom), tokens)
+    spans.overrides(
+        custom,
+        page_size=manager.config_value("page_size"),
+        vocab_size=manager.model_config.vocab_size,
+    )
+    if declared:
+        spans.check_request(obj, declared, None)
 
 
 def _check_vocabulary(input_ids: Any, vocab_size: int) -> None:
@@ -206,14 +222,18 @@ def _check_vocabulary(input_ids: Any, vocab_size: int) -> None:
 def accept(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     """Before ``Scheduler._add_request_to_queue``."""
     found: SpanIntake | None = getattr(scheduler, "tessera_intake", None)
+    refusal: str | None = getattr(scheduler, "tessera_refusal", None)
+    if found is not None:
+        refusal = found.settings.refusal
+    if refusal is not None and endpoints.drop_hint(req.sampling_params):
+        ignored.count(None, "refused", refusal)
     if found is not None:
         found.accept(req)
         return
-    refusal: str | None = getattr(scheduler, "tessera_refusal", None)
     if refusal is not None and req.to_finish is None:
         try:
             if spans.declared(req.sampling_params.custom_params):
-                spans.check_request(req, len(req.origin_input_ids), refusal)
+                spans.check_request(req, (), refusal)
         except spans.SpanError as error:
             req.set_finish_with_abort(str(error))
 
@@ -248,19 +268,39 @@ def send_abort(original: Any, scheduler: Any, abort: Any, req: Any) -> Any:
     return None if is_span_prefill(req) else original(scheduler, abort, req)
 
 
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+_TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _DECODE_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
-_REPORTER = "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter"
+_REPORTERS = "sglang.srt.managers.scheduler_components.metrics_reporter"
+_REPORTER = f"{_REPORTERS}.SchedulerMetricsReporter"
+_GATES = "sglang.srt.model_executor.model_runner_components.misc_utils"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
 HOOKS = (
+    Hook(f"{_GATES}.maybe_disable_chunked_prefix_cache", HookType.BEFORE, keep_prefix_chunks),
     Hook(f"{_RUNNER}.load_model", HookType.BEFORE, remember_config),
     Hook(f"{_RUNNER}.alloc_memory_pool", HookType.BEFORE, admit_model),
     Hook("sglang.srt.mem_cache.registry.default_radix_cache_factory", HookType.AROUND, make_cache),
     Hook(f"{_SCHEDULER}.init_schedule_policy", HookType.AFTER, make_intake),
+    Hook(f"{_SCHEDULER}.init_schedule_policy", HookType.AFTER, log_resolved),
     Hook(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        f"{_TOKENIZER}._validate_one_request",
         HookType.AFTER,
         check_on_arrival,
+    ),
+    Hook(f"{_TOKENIZER}._tokenize_one_request", HookType.AROUND, endpoints.tokenize),
+    Hook(
+        f"{_TOKENIZER}._should_use_batch_tokenization",
+        HookType.AROUND,
+        endpoints.tokenize_in_batches,
+    ),
+    Hook(f"{_CHAT}.handle_request", HookType.AROUND, endpoints.chat_arrives),
+    Hook(f"{_CHAT}._convert_to_internal_request", HookType.AROUND, endpoints.convert),
+    Hook(f"{_CHAT}._render_and_encode_chat_template", HookType.AROUND, endpoints.render),
+    Hook(
+        "sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_messages",
+        HookType.AROUND,
+        endpoints.messages_arrive,
     ),
     Hook(f"{_SCHEDULER}._add_request_to_queue", HookType.BEFORE, accept),
     Hook(f"{_SCHEDULER}._abort_on_queued_limit", HookType.AROUND, queue_limit),
@@ -297,6 +337,12 @@ HOOKS = (
         can_run_prefill_graph,
     ),
     Hook(f"{_SCHEDULER}.get_internal_state", HookType.AFTER, add_state),
+    Hook(f"{_REPORTERS}.PrefillStats.from_adder", HookType.AFTER, correct_prefill_stats),
+    Hook(
+        "sglang.srt.observability.metrics_collector.QueueCount.from_reqs",
+        HookType.AROUND,
+        count_asked,
+    ),
     Hook(f"{_REPORTER}.log_batch_result_stats", HookType.AFTER, metrics.after_pass),
     Hook(f"{_REPORTER}._maybe_log_idle_metrics", HookType.AFTER, metrics.when_idle),
 )

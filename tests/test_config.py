@@ -89,7 +89,6 @@ def test_an_unknown_key_is_named_beside_the_known_ones() -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "span_policy",
         "host_tier_bytes",
         "disk_tier_path",
         "disk_tier_bytes",

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
+import sys
+import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -20,7 +25,7 @@ def broken() -> Any:
 
 
 def missing() -> Any:
-    raise KernelUnavailableError("flashinfer is not installed")
+    raise KernelUnavailableError("flashinfer is missing: pip install it")
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +52,11 @@ def test_a_machine_without_a_gpu_is_served_by_pytorch(capsys: pytest.CaptureFixt
             "available": False,
             "why": "OSError: libcuda.so.1: cannot open shared object file",
         },
-        {"kernel": "flashinfer", "available": False, "why": "flashinfer is not installed"},
+        {
+            "kernel": "flashinfer",
+            "available": False,
+            "why": "flashinfer is missing: pip install it",
+        },
         {"kernel": "torch", "available": True, "why": ""},
     ]
     assert len(found["routes"]) == 6, "two models, three phases"
@@ -62,7 +71,7 @@ def test_a_machine_without_a_gpu_is_served_by_pytorch(capsys: pytest.CaptureFixt
 def test_the_table_is_printed_for_people(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.run(as_json=False) == 0
     printed = capsys.readouterr().out
-    assert "flashinfer  flashinfer is not installed" in printed
+    assert "flashinfer  flashinfer is missing: pip install it" in printed
     assert "DeepSeek-V3 (MLA)   decode   torch  first choice" in printed
 
 
@@ -88,7 +97,9 @@ def test_a_gpu_shows_what_it_misses(
     assert status == 0, "a server starts, on a fallback"
     why = {(route["model"][:5], route["phase"]): route["why"] for route in found["routes"]}
     assert why["DeepS", "decode"].startswith("instead of flashmla (unavailable: OSError: libcuda")
-    assert why["Llama", "prefill"].endswith("flashinfer (unavailable: flashinfer is not installed)")
+    assert why["Llama", "prefill"].endswith(
+        "flashinfer (unavailable: flashinfer is missing: pip install it)"
+    )
 
 
 def test_a_bad_configuration_is_a_finding(
@@ -98,6 +109,10 @@ def test_a_bad_configuration_is_a_finding(
     status, found = report(capsys)
     assert status == 1
     assert any("kernel must be" in finding["found"] for finding in found["findings"])
+    names = [finding["name"] for finding in found["findings"]]
+    assert "kernel" not in names, "nobody knows which"
+    assert found["routes"] == []
+    assert len(found["kernels"]) == 3, "what is installed is the same"
 
 
 def test_a_broken_installation_is_a_finding(
@@ -106,3 +121,107 @@ def test_a_broken_installation_is_a_finding(
     monkeypatch.setattr(kernels, "offers", broken)
     status, found = report(capsys)
     assert (status, found["kernels"], found["routes"]) == (1, [], [])
+
+
+# --- libraries for other devices -----------------------------------------------------------------
+
+
+class Elsewhere(TorchKernel):
+    """Loads anywhere."""
+
+    def __init__(self, **limits: Any) -> None:
+        super().__init__()
+        self.capabilities = replace(TorchKernel.capabilities, **limits)
+
+
+@pytest.mark.parametrize(
+    ("limits", "why"),
+    [
+        ({"devices": frozenset({"cuda"})}, "installed; needs a CUDA device"),
+        ({"devices": frozenset({"xpu", "cuda"})}, "installed; runs on cuda, xpu, not on cpu"),
+        ({"devices": frozenset({"cpu"})}, ""),
+    ],
+)
+def test_a_library_that_loads_and_can_not_run_says_what_it_needs(
+    limits: dict[str, Any],
+    why: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    offered = [Offer("flashinfer", lambda: Elsewhere(**limits)), Offer("torch", TorchKernel)]
+    monkeypatch.setattr(kernels, "offers", lambda: offered)
+    _, found = report(capsys)
+    assert found["kernels"][0] == {"kernel": "flashinfer", "available": not why, "why": why}
+
+
+def test_a_gpu_of_another_generation_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"devices": frozenset({"cuda"}), "compute": ((9, 0), (9, 0))}
+    offered = [Offer("flashmla", lambda: Elsewhere(**limits)), Offer("torch", TorchKernel)]
+    monkeypatch.setattr(kernels, "offers", lambda: offered)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.get_device_capability", lambda *_: (8, 0))
+    monkeypatch.setattr("torch.cuda.get_device_name", lambda *_: "NVIDIA A100")
+    monkeypatch.setattr(kernels.compat, "compute_capability", lambda device: (8, 0))
+    _, found = report(capsys)
+    assert found["kernels"][0]["why"] == (
+        "installed; wants compute capability 9.0 to 9.0, found 8.0"
+    )
+
+
+# --- what else appears on a terminal -------------------------------------------------------------
+
+
+def noisy() -> Any:
+    print("printed")
+    print("complained", file=sys.stderr)
+    os.write(1, b"native\n")
+    os.write(2, b"native\n")
+    os.system("echo child >&2")
+    return TorchKernel()
+
+
+def test_what_libraries_say_while_they_load_is_kept_back(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kernels, "offers", lambda: [Offer("torch", noisy)])
+    assert doctor.run(as_json=True) == 0
+    out, err = capfd.readouterr()
+    assert json.loads(out)["ok"]
+    assert err == ""
+    print("after", file=sys.stderr)
+    assert capfd.readouterr().err == "after\n"
+
+
+def test_what_they_say_is_shown_if_looking_fails(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted() -> Any:
+        os.write(2, b"the last words\n")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "offers", lambda: [Offer("torch", interrupted)])
+    with pytest.raises(KeyboardInterrupt):
+        doctor.run(as_json=True)
+    assert "the last words" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(("patience", "said"), [(0.0, True), (60.0, False)])
+def test_a_terminal_is_told_what_takes_so_long(
+    patience: float, said: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "PATIENCE_S", patience)
+    terminal, line = pty.openpty()
+    before = os.dup(2)
+    os.dup2(line, 2)
+    try:
+        with doctor._progress("looking"), doctor._quiet():
+            os.write(2, b"noise")
+            time.sleep(0.2)
+    finally:
+        os.dup2(before, 2)
+        shown = os.read(terminal, 1000).decode()
+        for descriptor in (before, terminal, line):
+            os.close(descriptor)
+    assert shown == ("looking …" if said else "") + "\r\x1b[K"

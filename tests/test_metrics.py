@@ -2,31 +2,46 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 metrics = pytest.importorskip("tessera_sglang.metrics", exc_type=ImportError)
 prometheus_client = pytest.importorskip("prometheus_client")
 
 from tessera_sglang.attention.dispatches import Dispatches  # noqa: E402 # after the skips
+from tessera_sglang.attention.kernels.base import AttentionShape, Phase, RowFormat  # noqa: E402
+from tessera_sglang.attention.preferences import Situation  # noqa: E402
+from tessera_sglang.attention.router import Router  # noqa: E402
+from tessera_sglang.attention.shelf import Offer  # noqa: E402
+from tessera_sglang.kernels import offers  # noqa: E402
 
 COMMON = {"model_name": "m", "tp_rank": 0}
+SECURITY = (
+    "tessera_dedup_collisions_total",
+    "tessera_latent_divergence_total",
+    "tessera_quarantined_total",
+)
 
 
 class Page:
     """A publisher over a registry of its own, read as `/metrics` would be."""
 
-    def __init__(self, dispatches: Dispatches | None = None, cache: Any = None) -> None:
+    def __init__(
+        self, dispatches: Dispatches | None = None, cache: Any = None, waiting: Any = None
+    ) -> None:
         self.registry = prometheus_client.CollectorRegistry()
 
         def made(kind: Any) -> Any:
             return lambda *args, **kwargs: kind(*args, registry=self.registry, **kwargs)
 
         self.publisher = metrics.Publisher(
-            metrics.Sources(dispatches, cache),
+            metrics.Sources(dispatches, cache, waiting),
             COMMON,
             counter=made(prometheus_client.Counter),
             gauge=made(prometheus_client.Gauge),
@@ -42,11 +57,12 @@ class Page:
 @pytest.fixture
 def cache() -> Any:
     tier = SimpleNamespace(available=7, evictable=2, protected=1, in_use=0)
-    counters = SimpleNamespace(collisions=0, latent_divergence=0, evicted_pages=0)
+    counters = SimpleNamespace(collisions=0, latent_divergence=0, evicted_pages=0, broken_holds=0)
     return SimpleNamespace(
         paged_tier=lambda: tier,
         tier=tier,
-        traffic=SimpleNamespace(lookup=0, prefix_hit=0, span_hit=0),
+        traffic=SimpleNamespace(lookup=0, prefix_hit=0, span_hit=0, forked=0, span_prefills=0),
+        quarantined_pages=0,
         index=SimpleNamespace(counters=counters),
     )
 
@@ -78,28 +94,116 @@ def test_the_cache_is_counted(cache: Any) -> None:
     page.publisher.publish()
     cache.traffic.lookup, cache.traffic.prefix_hit, cache.traffic.span_hit = 100, 30, 50
     cache.index.counters.evicted_pages = 4
+    cache.traffic.forked, cache.traffic.span_prefills = 9, 3
+    cache.index.counters.broken_holds = 2
     cache.tier.available, cache.tier.evictable = 5, 4
     page.publisher.publish()
     assert page.value("tessera_lookup_tokens_total") == 100
     assert page.value("tessera_hit_tokens_total", kind="prefix") == 30
     assert page.value("tessera_hit_tokens_total", kind="span") == 50
     assert page.value("tessera_evicted_pages_total", tier="device") == 4
-    assert page.value("tessera_dedup_collisions_total") == 0
-    assert page.value("tessera_latent_divergence_total") == 0
+    assert page.value("tessera_forked_tokens_total") == 9
+    assert page.value("tessera_span_prefills_total") == 3
+    assert page.value("tessera_broken_holds_total") == 2
     states = ("available", "evictable", "protected", "in_use")
     assert [page.value("tessera_pages", state=state) for state in states] == [5, 4, 1, 0]
 
 
-def test_it_is_copied_once_an_interval(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_series_of_a_cache_is_there_before_anything_happened(cache: Any) -> None:
+    page = Page(cache=cache, waiting=lambda: 0)
+    page.publisher.publish()
+    shown = {sample.name for metric in page.registry.collect() for sample in metric.samples}
+    of_cache = {f.name for f in metrics.FAMILIES if not f.name.startswith("tessera_kernel_")}
+    assert of_cache == {name for name in shown if not name.endswith("_created")}
+    for name in SECURITY:
+        assert page.value(name) == 0
+    for kind in ("prefix", "span"):
+        assert page.value("tessera_hit_tokens_total", kind=kind) == 0
+    assert page.value("tessera_evicted_pages_total", tier="device") == 0
+
+
+def test_what_must_not_happen_is_a_series_of_its_own(cache: Any) -> None:
+    page = Page(cache=cache)
+    cache.index.counters.collisions = 3
+    cache.index.counters.latent_divergence = 4
+    cache.quarantined_pages = 5
+    page.publisher.publish()
+    assert [page.value(name) for name in SECURITY] == [3, 4, 5]
+
+
+def test_readers_that_wait_go_up_and_down(cache: Any) -> None:
+    ready = SimpleNamespace(tessera_reader=SimpleNamespace(path=object()))
+    lacking = SimpleNamespace(tessera_reader=SimpleNamespace(path=None))
+    plain = SimpleNamespace()
+    queue = [ready, lacking, plain, lacking]
+    page = Page(cache=cache, waiting=lambda: metrics.waiting_readers(queue))
+    page.publisher.publish()
+    assert page.value("tessera_waiting_readers") == 2
+    del queue[1:]
+    page.publisher.publish()
+    assert page.value("tessera_waiting_readers") == 0
+
+
+def test_it_is_copied_once_an_interval() -> None:
     dispatches = Dispatches()
     dispatches.add("torch", "decode", 1)
     page = Page(dispatches)
     seen = []
     for now_s in (10.0, 10.5, 10.99, 11.0):
         dispatches.add("torch", "decode", 1)
-        page.publisher.publish(now_s=now_s)
+        page.publisher.after_pass(now_s)
         seen.append(page.value("tessera_kernel_dispatch_total", kernel="torch", phase="decode"))
     assert seen == [2, 2, 2, 5]
+
+
+def test_an_idle_server_copies_its_last_pass_at_once_and_then_once_an_interval() -> None:
+    dispatches = Dispatches({("torch", "decode"): 0})
+    page = Page(dispatches)
+    seen = []
+    for now_s in (10.0, 10.1, 10.2, 11.0):
+        dispatches.add("torch", "decode", 1)
+        page.publisher.when_idle(now_s)
+        seen.append(page.value("tessera_kernel_dispatch_total", kernel="torch", phase="decode"))
+    assert seen == [1, 1, 1, 4]
+    page.publisher.after_pass(11.1)
+    dispatches.add("torch", "decode", 1)
+    page.publisher.when_idle(11.2)
+    assert page.value("tessera_kernel_dispatch_total", kernel="torch", phase="decode") == 5
+
+
+def test_a_second_choice_of_the_router_shows_with_zero_and_counts_its_passes(
+    mla_situation: Situation,
+) -> None:
+    def broken() -> Any:
+        raise ImportError("no such library")
+
+    names = [offer.name for offer in offers()]
+    shelf = [Offer(name, broken) for name in names if name != "torch"] + offers()[-1:]
+    router = Router("auto", mla_situation, shelf)
+    page = Page(router.dispatches)
+    page.publisher.publish()
+    labels = {"wanted": "flashmla", "got": "torch", "reason": "unavailable"}
+    assert page.value("tessera_kernel_fallback_total", **labels) == 0
+    router.count(Phase.DECODE)
+    page.publisher.publish()
+    assert page.value("tessera_kernel_fallback_total", **labels) == 1
+
+
+@pytest.fixture
+def mla_situation() -> Situation:
+    """An MLA model on a Hopper GPU."""
+    shape = AttentionShape(
+        query_heads=16,
+        kv_heads=1,
+        key_width=576,
+        value_width=512,
+        latent=True,
+        page_tokens=64,
+        dtype=torch.bfloat16,
+        rows=RowFormat.PLAIN,
+        logit_cap=0.0,
+    )
+    return Situation(shape, "cuda", (9, 0))
 
 
 def test_every_metric_of_the_table_has_a_name_of_its_own() -> None:
@@ -109,6 +213,16 @@ def test_every_metric_of_the_table_has_a_name_of_its_own() -> None:
         assert family.name.startswith("tessera_")
         assert family.name.endswith("_total") == (family.kind == "counter")
         assert not family.read(metrics.Sources(None, None))
+
+
+def test_the_client_library_is_not_imported_before_sglang_says_where_metrics_lie() -> None:
+    """It decides then whether several processes share them."""
+    program = (
+        "import sys; from sglang.srt.plugins import load_plugins; load_plugins();"
+        "assert 'tessera_sglang.metrics' in sys.modules;"
+        "sys.exit('prometheus_client' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
 
 
 # --- on a scheduler ------------------------------------------------------------------------------

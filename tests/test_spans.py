@@ -1,16 +1,27 @@
-"""``custom_params.tessera.spans``: every malformed form is refused, naming the entry."""
+"""``custom_params.tessera``: every malformed form is refused, naming the entry."""
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tessera_sglang.attention.layout import Span
 from tessera_sglang.config import MAX_SPANS
-from tessera_sglang.spans import FIELD, SpanError, declared, parse
+from tessera_sglang.spans import (
+    FIELD,
+    Overrides,
+    SpanError,
+    check_request,
+    declared,
+    overrides,
+    parse,
+)
 
 PROMPT = 100
+PAGE = 4
+VOCAB = 50
 
 
 def refusal(raw: Any, prompt_tokens: int = PROMPT) -> str:
@@ -48,8 +59,17 @@ def test_tessera_must_be_an_object(tessera: Any) -> None:
 
 @pytest.mark.parametrize("key", ["span", "Spans", 5])
 def test_an_unknown_key_is_named(key: Any) -> None:
-    with pytest.raises(SpanError, match=f"unknown key '{key}'; the only key is 'spans'"):
+    with pytest.raises(SpanError, match=f"unknown key '{key}'; remove it") as caught:
         declared({"tessera": {key: 1, "spans": []}})
+    for known in ("spans", "text_spans", "link_pages", "root"):
+        assert f"'{known}'" in str(caught.value)
+
+
+def test_text_spans_that_arrive_here_had_no_text() -> None:
+    with pytest.raises(SpanError, match=r"tessera\.text_spans needs the prompt as `text`"):
+        declared({"tessera": {"text_spans": [[0, 5]], "root": "none"}})
+    with pytest.raises(SpanError, match="has 'text_spans' and 'spans'; give one of them"):
+        declared({"tessera": {"text_spans": [[0, 5]], "spans": [[0, 5]]}})
 
 
 # --- well-formed ---------------------------------------------------------------------------------
@@ -158,3 +178,84 @@ def test_a_long_value_is_not_repeated_in_full() -> None:
     message = refusal([["x" * 10_000, 5]])
     assert len(message) < 200
     assert message.startswith(f"{FIELD}[0]: start must be an integer, got 'xxx")
+
+
+# --- overrides -----------------------------------------------------------------------------------
+
+
+def overridden(**fields: Any) -> Overrides:
+    params = {"tessera": {"spans": [[0, 5]], **fields}}
+    assert declared(params) == [[0, 5]], "the declaration is read beside them"
+    return overrides(params, page_size=PAGE, vocab_size=VOCAB)
+
+
+@pytest.mark.parametrize("params", [None, {}, {"other": 1}, {"tessera": None}, "text"])
+def test_nothing_is_overridden_by_nothing(params: Any) -> None:
+    assert overrides(params, page_size=PAGE, vocab_size=VOCAB) == Overrides(None, None)
+
+
+@pytest.mark.parametrize("link_pages", [None, 0, 1, 2**40])
+def test_link_pages_from_nought_on(link_pages: int | None) -> None:
+    assert overridden(link_pages=link_pages) == Overrides(link_pages, None)
+
+
+@pytest.mark.parametrize("link_pages", [-1, 1.0, True, False, "1", [], {}])
+def test_other_link_pages_are_refused(link_pages: Any) -> None:
+    with pytest.raises(SpanError, match=r"tessera\.link_pages must be a whole number") as caught:
+        overridden(link_pages=link_pages)
+    assert repr(link_pages) in str(caught.value)
+
+
+@pytest.mark.parametrize("root", [None, "auto", "none", [1, 2, 3, 4], list(range(2 * PAGE))])
+def test_a_root_by_name_or_in_whole_pages(root: Any) -> None:
+    wanted = tuple(root) if isinstance(root, list) else root
+    assert overridden(root=root) == Overrides(None, wanted)
+
+
+@pytest.mark.parametrize(
+    ("root", "problem"),
+    [
+        ("Auto", 'must be "auto", "none" or a list of token ids, got \'Auto\''),
+        ("", "must be"),
+        (0, "must be"),
+        (False, "must be"),
+        ({"ids": []}, "must be"),
+        ([], "has 0 token ids"),
+        ([1, 2, 3], "has 3 token ids, but it must be whole pages of 4; add or remove ids"),
+        ([1, 2, 3, 50], "root[3] must be a token id below 50, got 50"),
+        ([1, -2, 3, 4], "root[1] must be a token id below 50, got -2"),
+        ([1, 2, True, 4], "root[2] must be a token id below 50, got True"),
+        ([1, 2, 3.0, 4], "root[2] must be a token id below 50, got 3.0"),
+    ],
+)
+def test_other_roots_are_refused(root: Any, problem: str) -> None:
+    with pytest.raises(SpanError) as caught:
+        overridden(root=root)
+    assert str(caught.value).startswith("custom_params.tessera.root")
+    assert problem in str(caught.value)
+
+
+# --- input log-probabilities ---------------------------------------------------------------------
+
+SPANS = parse([[0, 10], [20, 60]], PROMPT)
+
+
+def request(**fields: Any) -> Any:
+    return SimpleNamespace(**{"sampling_params": {}, "return_logprob": True, **fields})
+
+
+@pytest.mark.parametrize("start", [None, -1, 60, 61, PROMPT])
+def test_input_logprobs_may_start_behind_the_last_span(start: int | None) -> None:
+    check_request(request(logprob_start_len=start), SPANS, None)
+    with pytest.raises(SpanError, match="this server serves no spans: because"):
+        check_request(request(logprob_start_len=start), SPANS, "because")
+
+
+@pytest.mark.parametrize("start", [-2, 0, 15, 59])
+def test_input_logprobs_may_not_start_before_it(start: int) -> None:
+    with pytest.raises(SpanError) as caught:
+        check_request(request(logprob_start_len=start), SPANS, None)
+    assert f"logprob_start_len = {start} is before the end of the last of {FIELD}, 60" in str(
+        caught.value
+    )
+    check_request(request(logprob_start_len=start, return_logprob=False), SPANS, None)

@@ -17,6 +17,7 @@ PLAIN: dict[str, Any] = {
     "attention_backend": "tessera",
     "prefill_attention_backend": None,
     "decode_attention_backend": None,
+    "device": "cpu",
     "page_size": 64,
     "kv_cache_dtype": "auto",
     "enable_two_batch_overlap": False,
@@ -42,6 +43,7 @@ PLAIN: dict[str, Any] = {
     "radix_eviction_policy": "lru",
     "radix_eviction_policy_config": None,
     "pp_size": 1,
+    "tokenizer_worker_num": 1,
 }
 """The resolved view of a server that is told ``--attention-backend tessera`` and nothing else."""
 
@@ -79,6 +81,7 @@ WITH_CONTENT = [
         '--radix-eviction-policy-config {"protected_threshold": 2}',
     ),
     ("pp_size", 2, "--pp-size 2"),
+    ("tokenizer_worker_num", 2, "--tokenizer-worker-num 2"),
 ]
 
 
@@ -128,7 +131,7 @@ def test_a_flag_that_the_content_index_can_not_meet_is_refused_with_it_only(
     message = refusal(**{field: value})
     assert message.startswith(f'{flag} with the content index (TESSERA_CONFIG index "content"): ')
     assert 'drop the flag, or set TESSERA_CONFIG=\'{"index": "radix"}\'' in message
-    check(RADIX, **{field: value})
+    check(RADIX, device="cuda", **{field: value})
 
 
 def test_an_index_that_never_hits_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,3 +272,65 @@ def test_latents_are_not_compared_across_ranks() -> None:
 def test_a_model_that_picks_its_keys_has_rows_of_its_own() -> None:
     view = SimpleNamespace(**{**PLAIN, "kv_cache_dtype": "fp8_e4m3"})
     startup.check(view, CONTENT, mla=True, sparse=True)
+
+
+# --- drafts --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def radix(compat: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("TESSERA_CONFIG", '{"index": "radix"}')
+    return compat
+
+
+NGRAM: dict[str, Any] = {"attention_backend": "tessera", "speculative_algorithm": "NGRAM"}
+
+
+def speculated(**flags: Any) -> Any:
+    """The view after our defaults, SGLang's page size and SGLang's own look at drafts."""
+    from sglang.srt.arg_groups.overrides import _page_size_default, run_post_process_pass
+    from sglang.srt.arg_groups.speculative_hook import handle_speculative_decoding
+
+    record = arguments(**flags)
+    startup.choose_defaults(record, lambda record: None)
+    run_post_process_pass(record, _page_size_default)
+    startup.place_drafts(record, handle_speculative_decoding)
+    return startup.compat.resolving_view(record)
+
+
+def test_the_tree_drafts_in_the_pages_that_sglang_takes(
+    radix: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(radix, "picks_keys", lambda record: False)
+    monkeypatch.setattr(radix, "default_backend_of", lambda record: "fa3")
+    view = speculated(device="cuda", **NGRAM)
+    assert view.page_size == 1
+    assert view.speculative_draft_attention_backend == "fa3"
+    check(RADIX, device="cuda", page_size=1, speculative_algorithm="NGRAM")
+    with pytest.raises(ValueError, match=r"page_size\(64\) > 1 is unstable"):
+        speculated(device="cuda", page_size=64, **NGRAM)  # what our own default would end in
+
+
+def test_drafts_run_on_a_backend_of_sglangs(radix: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(radix, "picks_keys", lambda record: True)
+    assert speculated(device="cuda", **NGRAM).speculative_draft_attention_backend == "dsa"
+    named = speculated(device="cuda", speculative_draft_attention_backend="triton", **NGRAM)
+    assert named.speculative_draft_attention_backend == "triton"
+    other = speculated(device="cuda", attention_backend="flashinfer", speculative_algorithm="NGRAM")
+    assert other.speculative_draft_attention_backend is None
+
+
+def test_drafts_are_refused_before_sglang_looks_at_them(
+    compat: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(startup.StartupError) as caught:
+        speculated(device="cuda", **NGRAM)
+    assert str(caught.value).startswith("--speculative-algorithm NGRAM with the content index")
+    monkeypatch.setenv("TESSERA_CONFIG", '{"index": "radix"}')
+    with pytest.raises(startup.StartupError, match="they verify no drafts; drop the flag"):
+        speculated(device="cpu", **NGRAM)
+    assert "verify no drafts" in refusal(RADIX, speculative_algorithm="NGRAM")
+
+
+def test_pages_of_a_plain_server_are_ours_with_either_index(radix: Any) -> None:
+    assert resolved(radix, attention_backend="tessera").page_size == 64

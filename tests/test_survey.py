@@ -237,9 +237,10 @@ def test_a_layer_that_our_kernel_can_not_run_names_itself(block: Any, reason: st
     assert verdict.rotation is verdict.stock is None
 
 
-def test_sparse_attention_goes_to_its_own_backend() -> None:
+@pytest.mark.parametrize("mark", ["use_dsa", "use_nsa"])
+def test_sparse_attention_goes_to_its_own_backend(mark: str) -> None:
     block: Any = latent_block()
-    block.use_dsa = True
+    setattr(block, mark, True)
     verdict = look(latent_block(), block, latent=LATENT)
     assert verdict.stock == "dsa"
     assert verdict.foreign == verdict.refusal

@@ -16,16 +16,21 @@ What is relied on, and where it is said (flashinfer-python 0.7.2):
   a batch of 16,384 tokens with 128 heads.
 * ``prefill.py``: ``[pages, page, Hkv, D]`` ("NHD"), ``run(…, lse_base="ln")``, the logit cap at plan.
 
-A plan lies in the workspace of its wrapper. So every `prepare` has a wrapper of its own, which goes
-back to a shelf when what `prepare` returned is dropped; the large scratch buffer is shared, since
-launches of a stream run one after the other. What `prepare` returned must be dropped on the stream
-that it ran on.
+* ``scheduler.cuh``: a plan is written to pinned memory of the wrapper and brought to the device by a
+  ``cudaMemcpyAsync`` that nobody waits for, and that PyTorch's allocator of pinned memory does not know.
+
+A plan lies in the workspace of its wrapper. So every `prepare` has a wrapper of its own, which retires
+when what `prepare` returned is dropped; the large scratch buffer is shared, since launches of a stream
+run one after the other. A retired wrapper's pinned memory may still be read: it is neither written nor
+given back before an event behind that copy has passed. What `prepare` returned must be dropped on the
+stream that it ran on.
 """
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,6 +81,34 @@ class Prepared:
     blind: Tensor | None  # [n] int64 stacked rows that see nothing; None: there are none
 
 
+class _Retired:
+    """Wrappers of one kind whose plans nobody runs any more, and events behind their copies."""
+
+    def __init__(self) -> None:
+        self._wrappers: deque[tuple[Any, Any]] = deque()  # oldest plan first
+
+    def retire_with(self, prepared: Prepared) -> None:
+        """Take the wrapper once ``prepared`` is dropped; right after it was planned."""
+        event = torch.get_device_module(prepared.work.query_indptr.device).Event()
+        event.record()
+        held = prepared.wrapper, event
+        weakref.finalize(prepared, self._wrappers.append, held).atexit = False
+
+    def take(self) -> Any:
+        """A wrapper to plan on again, None if there is none. Waits for its last copy at most."""
+        if not self._wrappers:
+            return None
+        wrapper, event = self._wrappers.popleft()
+        if not event.query():
+            event.synchronize()
+        return wrapper
+
+    def let_go(self) -> None:
+        """Drop those whose copies are through."""
+        while self._wrappers and self._wrappers[0][1].query():
+            self._wrappers.popleft()
+
+
 class FlashInferKernel:
     """See `Kernel`. ``run`` returns outputs in q's dtype. Not thread-safe, one stream."""
 
@@ -111,7 +144,8 @@ class FlashInferKernel:
         ):
             require(module, name, _REMEDY)
         self._scratch: dict[torch.device, Tensor] = {}
-        self._shelf: dict[torch.device, list[Any]] = {}  # wrappers for grouped heads
+        self._retired_mla: defaultdict[torch.device, _Retired] = defaultdict(_Retired)
+        self._retired_grouped: defaultdict[torch.device, _Retired] = defaultdict(_Retired)
 
     def prepare(self, work: Work, shape: AttentionShape, *, scale: float) -> Prepared:
         """See `Kernel.prepare`. Plans on the host."""
@@ -134,7 +168,9 @@ class FlashInferKernel:
     ) -> Prepared:
         plan = page_plan(work)
         heads = planned_heads(shape.query_heads) if work.causal else shape.query_heads
-        # Planning replaces everything that the wrapper owns, so that there is nothing to keep.
+        # Planning replaces everything that a wrapper owns, so that there is nothing to reuse.
+        retired = self._retired_mla[device]
+        retired.let_go()
         wrapper = self._mla.BatchMLAPagedAttentionWrapper(self._scratch_of(device))
         wrapper.plan(
             metadata=self._mla.MLAPlanMetadata.csr(
@@ -152,7 +188,9 @@ class FlashInferKernel:
             kv_cache_layout="packed",
             lse_mode="basee",
         )
-        return Prepared(work, shape, wrapper, heads, blind)
+        prepared = Prepared(work, shape, wrapper, heads, blind)
+        retired.retire_with(prepared)
+        return prepared
 
     def _plan_grouped(
         self,
@@ -163,14 +201,10 @@ class FlashInferKernel:
         blind: Tensor | None,
     ) -> Prepared:
         plan = page_plan(work)
-        shelf = self._shelf.setdefault(device, [])
-        wrapper = (
-            shelf.pop()
-            if shelf
-            else self._paged.BatchPrefillWithPagedKVCacheWrapper(self._scratch_of(device), "NHD")
+        retired = self._retired_grouped[device]
+        wrapper = retired.take() or self._paged.BatchPrefillWithPagedKVCacheWrapper(
+            self._scratch_of(device), "NHD"
         )
-        prepared = Prepared(work, shape, wrapper, shape.query_heads, blind)
-        weakref.finalize(prepared, shelf.append, wrapper).atexit = False
         wrapper.plan(
             plan.query_indptr,
             plan.page_indptr,
@@ -187,6 +221,8 @@ class FlashInferKernel:
             q_data_type=shape.dtype,
             kv_data_type=shape.dtype,
         )
+        prepared = Prepared(work, shape, wrapper, shape.query_heads, blind)
+        retired.retire_with(prepared)
         return prepared
 
     def run(

@@ -5,26 +5,36 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+import torch
+
 from .base import KernelUnavailableError
+
+NEEDS_CUDA = "needs a CUDA device"
 
 
 def import_library(name: str, remedy: str) -> Any:
-    """A module of a library that need not be there.
+    """A module of a library for CUDA that need not be there. ``remedy`` installs it.
 
     Raises:
-        KernelUnavailableError: it is missing or broken: what went wrong, and the remedy.
+        KernelUnavailableError: it is missing, has no device here, or is broken: which, and why.
     """
+    library = name.partition(".")[0]
     try:
         return import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or name
-        raise KernelUnavailableError(f"{missing} is not installed; {remedy}") from error
-    except (
-        Exception
-    ) as error:  # native libraries fail in ways of their own: OSError, RuntimeError …
-        first_line = str(error).partition("\n")[0]
+        if missing == library:
+            raise KernelUnavailableError(f"{library} is missing: {remedy}") from error
+        broken = f"{missing} is missing"
         raise KernelUnavailableError(
-            f"{name} does not load here ({type(error).__name__}: {first_line}); {remedy}"
+            f"{library} is installed but does not load: {broken}; {remedy}"
+        ) from error
+    except Exception as error:  # native libraries fail as they like: OSError, RuntimeError …
+        if not torch.cuda.is_available():  # whatever it says: without a driver none can load
+            raise KernelUnavailableError(f"{library} is installed; {NEEDS_CUDA}") from error
+        reason = str(error).strip().partition("\n")[0]
+        raise KernelUnavailableError(
+            f"{library} is installed but does not load: {type(error).__name__}: {reason}"
         ) from error
 
 

@@ -180,7 +180,8 @@ class _Run:
         self.group = heads // kv_heads
         self.logit_cap = logit_cap
         factor = scale / logit_cap if logit_cap > 0.0 else scale
-        stacked = q.to(torch.float32).mul(factor)  # [T, H, D]
+        own = q.dtype != torch.float32  # then the conversion is a copy to write to
+        stacked = q.float().mul_(factor) if own else q.mul(factor)  # [T, H, D]
         if kv_heads > 1:
             stacked = stacked.view(rows, kv_heads, self.group, dim).transpose(0, 1)
         self.q = stacked.reshape(kv_heads, rows * self.group, dim)  # [Hkv, T·G, D]
@@ -206,8 +207,6 @@ class _Run:
         self.tile = min(max(blocks.scores // (self.heads * keys), 1), self.rows)
         self.square = min(self.tile, blocks.diagonal)
         self.scores = new((self.tile * self.heads * keys,))
-        n = self.square
-        self.hidden = self.q.new_ones((n, n), dtype=torch.bool).triu_(1)[:, None]  # [n, 1, n]
 
     def add_full(self, a: int, b: int, k: Tensor, v: Tensor, first: bool) -> None:
         """Rows [a, b) see every key of the block."""
@@ -220,21 +219,23 @@ class _Run:
             return
         broken = ~torch.isfinite(v).all(-1, keepdim=True)  # [Hkv, S, 1]
         v = v.masked_fill(broken, 0.0)  # probability 0 times NaN would be NaN
+        n = self.square
+        hidden = self.q.new_ones((n, n), dtype=torch.bool).triu_(1)[:, None]  # [n, 1, n]
         for start in range(a, b, self.square):
             stop = min(start + self.square, b)
             seen = before + stop
-            p = self._add(start, stop, k[..., :seen], v[:, :seen], first, masked=True)
+            p = self._add(start, stop, k[..., :seen], v[:, :seen], first, hidden)
             # Rows that do see a broken value must show it.
             shows = torch.bmm(p, broken[:, :seen].to(p.dtype)) > 0.0  # [Hkv, rows, 1]
             g = self.group
             self.out[:, start * g : stop * g].masked_fill_(shows, math.nan)
 
     def _add(
-        self, a: int, b: int, k: Tensor, v: Tensor, first: bool, masked: bool = False
+        self, a: int, b: int, k: Tensor, v: Tensor, first: bool, hidden: Tensor | None = None
     ) -> Tensor:
         """One tile; returns its unnormalised probabilities [Hkv, rows·G, S], valid until the next.
 
-        ``masked`` hides the upper triangle of the last b - a keys.
+        ``hidden`` is the upper triangle that is not seen of the last b - a keys.
         """
         g, keys, n = self.group, k.shape[-1], b - a
         span = slice(a * g, b * g)
@@ -242,9 +243,9 @@ class _Run:
         torch.bmm(self.q[:, span], k, out=p)
         if self.logit_cap > 0.0:
             p.tanh_().mul_(self.logit_cap)
-        if masked:
+        if hidden is not None:
             square = p.view(self.kv_heads, n, g, keys)[..., keys - n :]  # [Hkv, n, G, n]
-            square.masked_fill_(self.hidden[:n, :, :n], -math.inf)
+            square.masked_fill_(hidden[:n, :, :n], -math.inf)
         out, top, total = self.out[:, span], self.top[:, span], self.total[:, span]
         highest = p.amax(-1, keepdim=True)  # [Hkv, rows·G, 1]
         if first:

@@ -39,6 +39,8 @@ LOGIT_STD = 2.5
 
 CHAT_TEMPLATE = (
     "{{ '<|bos|>' }}"
+    "{% if tools %}{{ '<|system|>' }}{% for tool in tools %}{{ tool | tojson }}{{ '\n' }}{% endfor %}"
+    "{{ '<|eos|>' }}{% endif %}"
     "{% for message in messages %}"
     "{{ '<|' + message['role'] + '|>' }}"
     "{% if message['content'] is string %}{{ message['content'] }}"

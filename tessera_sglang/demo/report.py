@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
+from tessera_sglang import tables
 from tessera_sglang.attention.layout import Span, lay_out
+from tessera_sglang.claims import Check as Check
+from tessera_sglang.claims import at_least, at_most, within
 from tessera_sglang.config import Config
+from tessera_sglang.tables import Table
 
 from .agents import Prompt, Workload
 from .measure import PHASES, Measurement
 
 SIDES = {"radix": "stock", "content": "tessera"}
-_WIDTH = 112  # where the table is not cut short, whatever the terminal
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """A claim, the value measured for it, and whether it holds."""
-
-    name: str
-    value: float
-    target: str
-    holds: bool
+_HEADER = (
+    *("agents arrive", "cache", "prompt", "computed", "cached", "in pool", "copies"),
+    *("TTFT p50", "wall time"),
+)
 
 
 def of(measured: Sequence[Measurement], phase: str, index: str) -> Measurement:
@@ -49,14 +41,14 @@ def checks(
             for answer, prompt in zip(tessera.answers, prompts, strict=True)
         )
         found += [
-            _at_least(f"{phase}: agents that found every shared page cached", warm, agents - 1),
-            _at_most(
+            at_least(f"{phase}: agents that found every shared page cached", warm, agents - 1),
+            at_most(
                 f"{phase}: tokens computed, tessera / stock",
                 tessera.computed_tokens / stock.computed_tokens,
                 share,
             ),
-            _within(f"{phase}: copies of the document, tessera", tessera.copies, 1, slack),
-            _within(f"{phase}: copies of the document, stock", stock.copies, agents, slack),
+            within(f"{phase}: copies of the document, tessera", tessera.copies, 1, slack),
+            within(f"{phase}: copies of the document, stock", stock.copies, agents, slack),
         ]
     return found
 
@@ -80,14 +72,11 @@ def show(
     workload: Workload,
 ) -> None:
     """Print everything to standard output."""
-    console = Console(highlight=False)
-    if console.width < _WIDTH:
-        console = Console(highlight=False, width=_WIDTH)
     first = measured[0]
     linked = Config().link_pages * first.page_tokens
-    console.print(_table(measured))
-    console.print(
-        f"{len(prompts)} agents, one document of {first.document_tokens:,} tokens, pages of "
+    tables.show(_table(measured))
+    print(
+        f"\n{len(prompts)} agents, one document of {first.document_tokens:,} tokens, pages of "
         f"{first.page_tokens}. Counts are tokens: prompt,\n"
         "computed (prompt less cached) and cached summed over the agents, in pool as held after "
         "the last answer.\n"
@@ -97,67 +86,56 @@ def show(
         "well: no request counts that."
     )
     if workload.answers_mean_something:
-        _show_answers(console, measured, prompts)
+        _show_answers(measured, prompts)
     else:
-        console.print("The example model has random weights: its answers mean nothing.")
+        print("The example model has random weights: its answers mean nothing.")
     for check in found:
-        verdict = "holds " if check.holds else "FAILED"
-        console.print(f"{verdict}  {check.name}: {check.value:.4g} (claimed: {check.target})")
+        print(check.line())
 
 
 def _table(measured: Sequence[Measurement]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("agents arrive")
-    table.add_column("cache")
-    for heading in ("prompt", "computed", "cached", "in pool", "copies", "TTFT p50", "wall time"):
-        table.add_column(heading, justify="right")
-    for phase in PHASES:
-        stock, tessera = of(measured, phase, "radix"), of(measured, phase, "content")
-        for one in (stock, tessera):
-            table.add_row(
-                phase if one is stock else "",
-                SIDES[one.index],
-                *(
-                    f"{count:,}"
-                    for count in (
-                        one.prompt_tokens,
-                        one.computed_tokens,
-                        one.cached_tokens,
-                        one.held_tokens,
-                    )
-                ),
-                f"{one.copies:.2f}",
-                f"{one.ttft_p50_s:.2f} s",
-                f"{one.wall_s:.2f} s",
-            )
-        table.add_row(
-            "",
-            "stock / tessera",
-            "",
-            _ratio(stock.computed_tokens, tessera.computed_tokens),
-            "",
-            _ratio(stock.held_tokens, tessera.held_tokens),
-            _ratio(stock.copies, tessera.copies),
-            _ratio(stock.ttft_p50_s, tessera.ttft_p50_s),
-            _ratio(stock.wall_s, tessera.wall_s),
-            end_section=True,
+    rows = [row for phase in PHASES for row in _rows(measured, phase)]
+    sections = frozenset(range(2, len(rows) - 1, 3))
+    return Table("", _HEADER, tuple(rows), left=frozenset({0, 1}), sections=sections)
+
+
+def _rows(measured: Sequence[Measurement], phase: str) -> Iterator[tuple[str, ...]]:
+    """Both sides, and how many times stock's are Tessera's."""
+    stock, tessera = of(measured, phase, "radix"), of(measured, phase, "content")
+    for one in (stock, tessera):
+        counts = (one.prompt_tokens, one.computed_tokens, one.cached_tokens, one.held_tokens)
+        yield (
+            phase if one is stock else "",
+            SIDES[one.index],
+            *(f"{count:,}" for count in counts),
+            f"{one.copies:.2f}",
+            f"{one.ttft_p50_s:.2f} s",
+            f"{one.wall_s:.2f} s",
         )
-    return table
+    yield (
+        "",
+        "stock / tessera",
+        "",
+        _ratio(stock.computed_tokens, tessera.computed_tokens),
+        "",
+        _ratio(stock.held_tokens, tessera.held_tokens),
+        _ratio(stock.copies, tessera.copies),
+        _ratio(stock.ttft_p50_s, tessera.ttft_p50_s),
+        _ratio(stock.wall_s, tessera.wall_s),
+    )
 
 
-def _show_answers(
-    console: Console, measured: Sequence[Measurement], prompts: Sequence[Prompt]
-) -> None:
-    console.print(
-        "\nGreedy answers of both sides, cut off after a fixed number of tokens. They differ where "
+def _show_answers(measured: Sequence[Measurement], prompts: Sequence[Prompt]) -> None:
+    print(
+        "\nGreedy answers of both sides, cut off after a fixed number of tokens. They differ where\n"
         "they do because shared pages are computed without the preamble before them."
     )
     stock, tessera = (of(measured, "together", index).answers for index in ("radix", "content"))
     for prompt, before, after in zip(prompts, stock, tessera, strict=True):
-        console.print(f"\n{prompt.role.partition(':')[0]}: {prompt.question}", markup=False)
-        console.print(f"  stock    {_one_line(before.text)}", markup=False, soft_wrap=True)
-        console.print(f"  tessera  {_one_line(after.text)}", markup=False, soft_wrap=True)
-    console.print()
+        print(f"\n{prompt.role.partition(':')[0]}: {prompt.question}")
+        print(f"  stock    {_one_line(before.text)}")
+        print(f"  tessera  {_one_line(after.text)}")
+    print()
 
 
 def _one_line(text: str) -> str:
@@ -166,15 +144,3 @@ def _one_line(text: str) -> str:
 
 def _ratio(stock: float, tessera: float) -> str:
     return f"{stock / tessera:.1f}x" if tessera else "-"
-
-
-def _at_least(name: str, value: float, target: float) -> Check:
-    return Check(name, value, f">= {target:g}", value >= target)
-
-
-def _at_most(name: str, value: float, target: float) -> Check:
-    return Check(name, value, f"<= {target:g}", value <= target)
-
-
-def _within(name: str, value: float, target: float, slack: float) -> Check:
-    return Check(name, value, f"{target:g} ± {slack:.0%}", abs(value / target - 1) <= slack)

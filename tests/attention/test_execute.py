@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
+import weakref
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from tessera_sglang.attention import execute
 from tessera_sglang.attention.execute import Executor, Relocation
 from tessera_sglang.attention.kernels.base import AttentionShape
 from tessera_sglang.attention.kernels.torch_kernel import TorchKernel
@@ -190,6 +193,26 @@ def test_batches_of_plain_requests_and_readers(
 
 
 @pytest.mark.parametrize("shape", [MLA, GQA], ids=["mla", "gqa"])
+@pytest.mark.parametrize("tokens", [[20, 16, 24, 9], [1, 1, 1, 1]])
+def test_a_part_of_many_rows_runs_in_tiles(
+    monkeypatch: pytest.MonkeyPatch, shape: AttentionShape, tokens: list[int]
+) -> None:
+    torch.manual_seed(3)
+    one = case(shape)
+    lengths = [20, 40, 64, 33]
+    for number, length in enumerate(lengths):
+        one.fill(number, length)
+    batch = BatchQueries.of(tokens, lengths, one.layouts, one.sources)
+    q = torch.randn(sum(tokens), shape.query_heads, shape.key_width)
+    wanted = expected(one.server, q, batch, one.layouts, 0.3)
+    for rows in (1, 5, 17):
+        tile = rows * shape.query_heads * shape.key_width
+        monkeypatch.setattr(execute, "_TILE_ON_CPU", tile)
+        out = run(one.server, q, batch, [0, 1, 2, 3], stacked=1)
+        torch.testing.assert_close(out, wanted, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("shape", [MLA, GQA], ids=["mla", "gqa"])
 def test_repeated_append_over_64_steps(shape: AttentionShape) -> None:
     torch.manual_seed(1)
     one = case(shape)
@@ -291,3 +314,40 @@ def test_what_does_not_fit_is_seen_before_it_is_loaded() -> None:
     assert not StaticShape(3, spans=2, parts=9, rows=2).holds(plan)
     prefill = build_plan(BatchQueries.of([2], [20], [None]), join=False)
     assert not StaticShape(4, spans=2, parts=9, rows=2).holds(prefill)
+
+
+def test_pages_that_changed_are_loaded_again_and_cannot_be_mistaken() -> None:
+    """Two arrays may say the same, one after the other in the same place of the host's memory."""
+    one = case(MLA)
+    for number, length in enumerate((20, 40, 64, 33)):
+        one.fill(number, length)
+    decode = static(MLA, rows=2)
+    rows = torch.arange(4)
+
+    def load(sources: list[np.ndarray | None]) -> int:
+        batch = BatchQueries.of([1] * 4, [20, 40, 64, 33], one.layouts, sources)
+        decode.load(batch, one.server.rows, rows)
+        return decode.loads
+
+    held = [weakref.ref(source) for source in one.sources if source is not None]
+    assert load(one.sources) == 1
+    assert load(one.sources) == 1, "nothing changed"
+    equal = [None if source is None else source.copy() for source in one.sources]
+    one.sources = []
+    gc.collect()
+    assert all(source() is not None for source in held), "another could take its place"
+    assert load(equal) == 2
+    assert load(equal) == 2
+    gc.collect()
+    assert not any(source() is not None for source in held), "and nothing else is kept"
+
+
+def test_a_batch_with_private_runs_is_loaded_in_every_step() -> None:
+    one = case(MLA)
+    for number, length in enumerate((20, 40, 64, 33)):
+        one.fill(number, length)
+    batch = BatchQueries.of([1] * 4, [20, 40, 64, 33], one.layouts)  # no sources: private
+    decode = static(MLA, rows=1)
+    for loads in (1, 2):
+        decode.load(batch, one.server.rows, torch.arange(4))
+        assert decode.loads == loads

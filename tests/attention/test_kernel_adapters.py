@@ -3,12 +3,14 @@ calls fit what is installed. Parity is in `test_kernels_on_gpu`."""
 
 from __future__ import annotations
 
+import gc
 import inspect
 import sys
+import weakref
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -35,20 +37,29 @@ LLAMA = AttentionShape(32, 8, 128, 128, False, 64, torch.bfloat16)
 
 
 def test_a_missing_library_is_named_with_a_remedy() -> None:
-    with pytest.raises(KernelUnavailableError, match=r"^no_such_library is not installed; install"):
-        import_library("no_such_library", "install it")
+    with pytest.raises(KernelUnavailableError, match=r"^no_such_library is missing: install it$"):
+        import_library("no_such_library.kernels", "install it")
     with pytest.raises(KernelUnavailableError, match=r"^json has no decode; install it$"):
         require(import_library("json", "…"), "decode", "install it")
 
 
-def test_a_broken_library_says_what_broke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "broken_library.py").write_text('raise OSError("libcuda.so.1: no such\\nfile")\n')
+@pytest.mark.parametrize(
+    ("device", "said"),
+    [
+        (True, "broken_library is installed but does not load: OSError: libcuda.so.1: no such"),
+        (False, "broken_library is installed; needs a CUDA device"),
+    ],
+)
+def test_a_library_that_is_there_says_why_it_does_not_load(
+    device: bool, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = 'raise OSError("\\nlibcuda.so.1: no such\\nfile")\n'
+    (tmp_path / "broken_library.py").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("torch.cuda.is_available", lambda: device)
     with pytest.raises(KernelUnavailableError) as caught:
-        import_library("broken_library", "repair it")
-    assert str(caught.value) == (
-        "broken_library does not load here (OSError: libcuda.so.1: no such); repair it"
-    )
+        import_library("broken_library", "install it")
+    assert str(caught.value) == said
 
 
 def test_a_library_without_what_it_needs_names_that(
@@ -56,8 +67,11 @@ def test_a_library_without_what_it_needs_names_that(
 ) -> None:
     (tmp_path / "half_library.py").write_text("import its_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(KernelUnavailableError, match=r"^its_dependency is not installed"):
+    with pytest.raises(KernelUnavailableError) as caught:
         import_library("half_library", "install it")
+    assert str(caught.value) == (
+        "half_library is installed but does not load: its_dependency is missing; install it"
+    )
 
 
 # --- FlashMLA's ABIs -----------------------------------------------------------------------------
@@ -304,28 +318,101 @@ def test_flashinfer_calls_fit_the_installed_library(
     assert lengths.tolist() == [keys for _, keys in STACKED]
 
 
-def test_a_plan_is_recycled_once_nobody_holds_it(
-    flashinfer_kernel: FlashInferKernel, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernel = flashinfer_kernel
-    real = kernel._paged.BatchPrefillWithPagedKVCacheWrapper
-    made: list[Any] = []
+class _Copy:
+    """An event behind a plan's copy, through when the test says so or when it is waited for."""
 
-    def wrapper(*_: Any) -> Any:
-        made.append(_Calls(real, []))
-        return made[-1]
+    made: ClassVar[list[_Copy]] = []
 
-    monkeypatch.setattr(kernel._paged, "BatchPrefillWithPagedKVCacheWrapper", wrapper)
-    monkeypatch.setattr(kernel, "_shelf", {})
-    work, _ = work_of(DECODE, kv_heads=2, latent=False)
-    first = kernel.prepare(work, LLAMA, scale=0.5)
-    second = kernel.prepare(work, LLAMA, scale=0.25)
+    def __init__(self) -> None:
+        self.recorded = self.through = False
+        self.waits = 0
+        self.made.append(self)
+
+    def record(self) -> None:
+        self.recorded = True
+
+    def query(self) -> bool:
+        return self.through
+
+    def synchronize(self) -> None:
+        self.waits += 1
+        self.through = True
+
+
+class _Planned(_Calls):
+    """A wrapper that may not be planned again, nor go away, while its plan is being copied."""
+
+    busy: Any = None
+
+    def plan(self, *args: Any, **kwargs: Any) -> None:
+        assert self.busy is None or self.busy.through, "written to while the device reads it"
+        super().plan(*args, **kwargs)
+
+
+@pytest.fixture
+def planned(flashinfer_kernel: FlashInferKernel, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Prepares a launch; the wrapper it got knows the event behind its plan."""
+    kernel = FlashInferKernel()
+    monkeypatch.setattr(_Copy, "made", [])
+    monkeypatch.setattr(torch.cpu, "Event", _Copy)
+    for module, name in (
+        (kernel._paged, "BatchPrefillWithPagedKVCacheWrapper"),
+        (kernel._mla, "BatchMLAPagedAttentionWrapper"),
+    ):
+        real = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *_, real=real: _Planned(real, []))
+
+    def prepare(shape: AttentionShape) -> Any:
+        pool = {"kv_heads": 1} if shape.latent else {"kv_heads": 2, "latent": False}
+        work, _ = work_of(DECODE, **pool)
+        prepared = kernel.prepare(work, shape, scale=0.5)
+        assert _Copy.made[-1].recorded
+        prepared.wrapper.busy = _Copy.made[-1]
+        return prepared
+
+    return prepare
+
+
+def test_a_plan_is_recycled_once_nobody_holds_it(planned: Any) -> None:
+    first, second = planned(LLAMA), planned(LLAMA)
     assert first.wrapper is not second.wrapper
     kept = second.wrapper
+    _Copy.made[1].through = True
     del second
-    third = kernel.prepare(work, LLAMA, scale=0.125)
-    assert third.wrapper is kept
-    assert len(made) == 2
+    assert planned(LLAMA).wrapper is kept
+    assert not any(copy.waits for copy in _Copy.made), "nothing was on its way"
+    assert first.wrapper is not kept
+
+
+def test_a_plan_is_not_overwritten_on_its_way_to_the_device(planned: Any) -> None:
+    first = planned(LLAMA)
+    kept = first.wrapper
+    del first
+    assert planned(LLAMA).wrapper is kept
+    assert _Copy.made[0].waits == 1
+
+
+def test_the_oldest_plan_is_recycled_first(planned: Any) -> None:
+    first, second = planned(LLAMA), planned(LLAMA)
+    oldest = first.wrapper
+    del first
+    del second
+    assert planned(LLAMA).wrapper is oldest
+
+
+def test_an_mla_plan_is_given_back_once_it_is_on_the_device(planned: Any) -> None:
+    first = planned(MLA)
+    wrapper = weakref.ref(first.wrapper)
+    del first
+    second = planned(MLA)
+    gc.collect()
+    assert wrapper() is not None, "its pinned memory would be handed out again"
+    _Copy.made[0].through = True
+    third = planned(MLA)
+    gc.collect()
+    assert wrapper() is None
+    assert third.wrapper is not second.wrapper
+    assert not any(copy.waits for copy in _Copy.made), "other memory is there"
 
 
 def test_flashinfer_needs_no_plan_for_rows_that_see_nothing(

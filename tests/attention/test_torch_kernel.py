@@ -292,6 +292,25 @@ def test_the_fast_way_for_grouped_heads_is_taken_and_left_where_it_must_be() -> 
     assert not torch_flash.suits(q[:1], pool.keys, pool.values, 0.0)
     assert not torch_flash.suits(q, pool.keys, pool.values, 30.0)
     assert not torch_flash.suits(q, pool.keys, pool.values[..., :16], 0.0)
-    pool.values[pool.slots[7]] = math.nan
+    pool.values[pool.slots[7]] = math.nan  # all rows see it
+    found = torch_flash.attend(q, pool.keys, pool.values, pool.slots, scale=1.0, causal_from=160)
+    assert found is not None
+    assert bool(found[0].isnan().all())
+    pool.values[pool.slots[170]] = math.nan  # the first rows do not
     found = torch_flash.attend(q, pool.keys, pool.values, pool.slots, scale=1.0, causal_from=160)
     assert found is None
+
+
+@pytest.mark.parametrize("queries", [1, 1 << 20])
+@pytest.mark.parametrize("gathered", [1, 1 << 24])
+@pytest.mark.parametrize("kv_heads", [1, 3, 6])
+def test_the_fast_way_by_heads_and_by_keys(
+    monkeypatch: pytest.MonkeyPatch, queries: int, gathered: int, kv_heads: int
+) -> None:
+    monkeypatch.setattr(torch_flash, "_QUERIES", queries)
+    monkeypatch.setattr(torch_flash, "_GATHERED", gathered)
+    torch.manual_seed(kv_heads)
+    for dtype in (torch.float32, torch.bfloat16):
+        pool = gqa_pool(200, kv_heads, 32, dtype)
+        for rows, causal_from in ((40, 160), (200, 0), (40, None), (40, 190)):
+            check(DEFAULT, torch.randn(rows, 6, 32).to(dtype), pool, causal_from)

@@ -1,0 +1,89 @@
+"""The prompts that come with the package: questions about five passages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import resources
+
+from tessera_sglang import spans
+from tessera_sglang.text.marks import Piece
+
+from .prompts import Encoder, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A reader with a task, and the passages that stand between the two."""
+
+    preamble: str
+    passages: tuple[str, ...]
+    question: str
+
+
+def prompts(encoder: Encoder) -> list[Prompt]:
+    """Every question with its passages as spans, each behind another preamble and in another order."""
+    found = []
+    for number, question in enumerate(QUESTIONS, 1):
+        ids, raw = encoder.encode(tuple(_pieces(question)))
+        declared = tuple((span.start, span.end) for span in spans.parse(raw, len(ids)))
+        found.append(Prompt(f"default prompt {number}", tuple(ids), declared))
+    return found
+
+
+def _pieces(question: Question) -> Iterator[Piece]:
+    yield Piece(question.preamble, span=False)
+    for text in map(passage, question.passages):
+        yield Piece("\n\n", span=False)
+        yield Piece(text, span=True)
+    yield Piece(f"\n\nQuestion: {question.question}\nAnswer:", span=False)
+
+
+def passage(name: str) -> str:
+    """One of the passages that come with the package."""
+    file = resources.files(__package__).joinpath(f"texts/{name}.txt")
+    return file.read_text(encoding="utf-8").strip()
+
+
+QUESTIONS = (
+    Question(
+        "Read the passages and answer from them alone.",
+        ("lens", "lock", "bread"),
+        "Who built the lens that was lit at Cordouan, and in which year?",
+    ),
+    Question(
+        "You are a patient teacher. Use the passages below.",
+        ("bread", "metre", "bees"),
+        "Why does dough rise more slowly in a cold kitchen?",
+    ),
+    Question(
+        "Notes for a quiz. Every answer can be proved from the text.",
+        ("metre", "lens", "lock"),
+        "Between which two towns was the arc measured?",
+    ),
+    Question(
+        "The following was collected by a pupil for a talk on machines.",
+        ("lock", "bees", "lens"),
+        "Describe in order what a boat going up does in a lock.",
+    ),
+    Question(
+        "Background for a visitor. Keep to the facts.",
+        ("bees", "bread", "metre"),
+        "How do bees keep warm in winter?",
+    ),
+    Question(
+        "You check other people's work. Quote the sentence that answers the question.",
+        ("lock", "metre", "bread"),
+        "How is the metre defined today?",
+    ),
+    Question(
+        "Five minutes to read, one to answer.",
+        ("lens", "bees", "lock"),
+        "What does a worker bee do in the last weeks of her life?",
+    ),
+    Question(
+        "Summaries should be short and should not add anything.",
+        ("bread", "lens", "bees"),
+        "Summarize in two sentences what the passages say about light and about heat.",
+    ),
+)

@@ -1,0 +1,194 @@
+"""What was measured, for people and as JSON."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shlex
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tessera_sglang import tables
+from tessera_sglang.config import VARIABLE
+
+from . import verdict as judging
+from .client import ServerState
+from .figures import Summary
+from .measure import TOP, Measured
+from .settings import SERVER, Setting
+from .verdict import Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that is shown."""
+
+    state: ServerState
+    prompts: int
+    new_tokens: int
+    measured: Measured
+    summaries: Mapping[Setting, Summary]
+    verdict: Verdict
+
+    @property
+    def warnings(self) -> list[str]:
+        """What makes the figures doubtful."""
+        found = [judging.warning(self.measured.mean_entropy_nats)]
+        if all(one.saved <= self.saved_by_full for one in self.summaries.values()):
+            found.append(
+                "no setting saves a token: the spans are no longer than a page of "
+                f"{self.state.page_tokens} tokens and the linked pages"
+            )
+        return [text for text in found if text is not None]
+
+    @property
+    def saved_by_full(self) -> float:
+        """Share of the tokens that plain prompts find cached then."""
+        return 1 - self.full_computed_tokens / self.prompt_tokens
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Of all prompts."""
+        return next(iter(self.summaries.values())).prompt_tokens
+
+    @property
+    def full_computed_tokens(self) -> int:
+        """What plain prompts compute where the spans of another prompt are cached."""
+        return sum(one.warm_computed_tokens for one in self.measured.references)
+
+
+def show(report: Report) -> None:
+    """Print for people."""
+    state = report.state
+    print(
+        f"{state.model}: {report.prompts} prompts of {report.prompt_tokens:,} tokens, "
+        f"{sum(len(one.tokens) for one in report.measured.references)} tokens of continuation"
+    )
+    tables.show(_table(report))
+    print()
+    for line in (*_legend(report), "", *_verdict(report)):
+        print(line)
+
+
+def _table(report: Report) -> tables.Table:
+    full = next(iter(report.summaries.values()))
+    rows = [
+        (
+            *("full attention", "", "0", "", f"{full.full_nll_nats:.3f}", "100%"),
+            *(f"{report.prompt_tokens:,}", f"{report.full_computed_tokens:,}"),
+            f"{report.saved_by_full:.1%}",
+            "",
+        )
+    ]
+    rows += [
+        (
+            *_names(setting, report.state),
+            f"{one.mean_kl_nats:.4f}",
+            f"{one.worst.kl_nats:.3f}",
+            f"{one.nll_nats:.3f}",
+            f"{one.agreement:.0%}",
+            f"{one.cold_computed_tokens:,}",
+            f"{one.warm_computed_tokens:,}",
+            f"{one.saved:.1%}",
+            "passes" if setting.name in report.verdict.passing else "fails",
+        )
+        for setting, one in report.summaries.items()
+    ]
+    header = ("root", "link pages", "KL mean", "worst", "NLL", "agree", "cold", "warm", "saved", "")
+    return tables.Table("Spans against full attention", header, tuple(rows), left=frozenset({0, 9}))
+
+
+def _names(setting: Setting, state: ServerState) -> tuple[str, str]:
+    if setting.root == SERVER:
+        return f"the server's ({state.root_tokens} tokens)", str(state.link_pages)
+    return setting.root, str(setting.link_pages)
+
+
+def _legend(report: Report) -> Iterator[str]:
+    worst = max((one.worst for one in report.summaries.values()), key=lambda at: at.kl_nats)
+    yield (
+        f"KL: of full attention to spans, nats a token, over full attention's {TOP} most probable "
+        "tokens and a bucket for the rest: a lower bound."
+    )
+    yield (
+        "NLL: of full attention's greedy continuation, nats a token. Agree: the share of it that the "
+        "greedy answer begins with."
+    )
+    yield (
+        "Cold, warm: prompt tokens computed by the first reader of the spans, and by one who meets "
+        "them computed, behind another preamble."
+    )
+    yield f"Largest divergence: {worst.where}, token {worst.token + 1} of the continuation."
+
+
+def _verdict(report: Report) -> Iterator[str]:
+    found = report.verdict
+    for text in report.warnings:
+        yield f"Warning: {text}"
+    yield (
+        f"Passes: mean KL of at most {found.threshold_nats:g} nats, and agreement of at least "
+        f"{found.least_agreement:.0%}."
+    )
+    yield (
+        f"The server's own settings (link_pages {report.state.link_pages}, a root of "
+        f"{report.state.root_tokens} tokens) {'pass' if found.server_passes else 'fail'}."
+    )
+    if found.recommended is None:
+        yield "No setting passes: do not declare spans for prompts like these on this model."
+        return
+    one = report.summaries[found.recommended]
+    yield (
+        f"Recommended, the cheapest that passes: {one.warm_computed_tokens:,} of "
+        f"{one.prompt_tokens:,} tokens computed, KL {one.mean_kl_nats:.4f}."
+    )
+    yield f"    {config_line(found.recommended)}"
+    if found.recommended.root == "own" and found.recommended.own is None:
+        yield "    with the server's span_root as it is"
+
+
+def config_line(setting: Setting) -> str:
+    """For a shell, in front of the server's command."""
+    if setting.root == SERVER:
+        return f"{VARIABLE} as the server has it"
+    return f"{VARIABLE}={shlex.quote(json.dumps(setting.config))}"
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """All raw figures."""
+    found = report.verdict
+    chosen = found.recommended
+    return {
+        "server": dataclasses.asdict(report.state),
+        "new_tokens": report.new_tokens,
+        "top_tokens": TOP,
+        "full_attention": {
+            "mean_entropy_nats": report.measured.mean_entropy_nats,
+            "prompt_tokens": report.prompt_tokens,
+            "warm_computed_tokens": report.full_computed_tokens,
+            "continuations": [list(one.tokens) for one in report.measured.references],
+        },
+        "settings": [
+            {
+                "name": setting.name,
+                "root": setting.root,
+                "link_pages": setting.link_pages,
+                "passes": setting.name in found.passing,
+                "summary": {**dataclasses.asdict(summary), "saved": summary.saved},
+                "prompts": [
+                    {**dataclasses.asdict(one), "agreement": one.agreement}
+                    for one in report.measured.figures[setting]
+                ],
+            }
+            for setting, summary in report.summaries.items()
+        ],
+        "warnings": report.warnings,
+        "verdict": {
+            "threshold_nats": found.threshold_nats,
+            "least_agreement": found.least_agreement,
+            "passing": list(found.passing),
+            "server_passes": found.server_passes,
+            "recommended": None if chosen is None else chosen.config,
+            "recommended_name": None if chosen is None else chosen.name,
+        },
+    }

@@ -48,7 +48,7 @@ endef
 gpu:
 	@if $(BIN)/python -c 'import torch, numpy' 2>/dev/null; then python=$(BIN)/python; \
 	elif $(PYTHON) -c 'import torch, numpy' 2>/dev/null; then python=$(PYTHON); \
-	else $(MAKE) --no-print-directory venv && python=$(BIN)/python; fi && \
+	else make --no-print-directory venv && python=$(BIN)/python; fi && \
 	PYTHONPATH=.$${PYTHONPATH:+:$$PYTHONPATH} $$python -W ignore -m benchmarks.gpu $(GPU_FLAGS)
 
 venv: $(INSTALLED)

@@ -24,9 +24,7 @@ from .transfer import upload
 
 _STACKED_BYTES = 1 << 28  # of the outputs that one launch of span parts may hold before the merge
 _STACKED_ROWS_ON_CPU = 256  # larger parts are merged while in the cache, and not copied
-_TILE_ON_CPU = (
-    1 << 22
-)  # query elements of a launch: memory of such sizes is used again, not mapped anew
+_TILE_ON_CPU = 1 << 22  # query elements of a part; memory for more is mapped anew each time
 
 
 def stacked_rows(shape: AttentionShape, device: torch.device | str) -> int:

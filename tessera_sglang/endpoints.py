@@ -29,7 +29,9 @@ from .text.pieces import Encoded, encode
 
 logger = logging.getLogger(__name__)
 
-HINT = "tessera_hint"  # in custom_params: spans that may be dropped, since nobody gave their offsets
+HINT = (
+    "tessera_hint"  # in custom_params: spans that may be dropped, since nobody gave their offsets
+)
 
 _CARRIED = "tessera_weaving"  # in the state of an HTTP request: it is marked already (Anthropic)
 _BODY = "tessera_body"  # likewise: the JSON that the caller sent, when it has marks

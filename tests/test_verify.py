@@ -23,6 +23,7 @@ from tessera_sglang.verify.figures import (
 )
 from tessera_sglang.verify.report import config_line
 from tessera_sglang.verify.settings import (
+    FULL,
     SERVER,
     OwnRoot,
     Setting,
@@ -194,7 +195,7 @@ def test_of_equals_the_smaller_divergence_and_a_setting_with_a_name() -> None:
 
 
 def test_where_nothing_passes_nothing_is_recommended() -> None:
-    found = judge({SERVERS: replace(BASE, agreement=0.1)}, 0.05)
+    found = judge({Setting(FULL, None): BASE, SERVERS: replace(BASE, agreement=0.1)}, 0.05)
     assert found.recommended is None
     assert not found.server_passes
     assert found.passing == ()
@@ -210,13 +211,15 @@ def test_an_unsure_model_is_warned_of() -> None:
 OWN = OwnRoot("It's noon.", (1, 2, 3, 4))
 
 
-def test_a_grid_begins_with_what_the_server_has() -> None:
-    found = grid(("none", "own"), (0, 2), OWN)
+def test_a_grid_begins_with_full_attention_and_what_the_server_has() -> None:
+    full, *found = grid(("none", "own"), (0, 2), OWN)
+    assert not full.declares_spans
+    assert all(setting.declares_spans for setting in found)
     assert [setting.name for setting in found] == ["server", "none/0", "none/2", "own/0", "own/2"]
     assert found[0].overrides == {}
     assert found[2].overrides == {"link_pages": 2, "root": "none"}
     assert found[3].overrides == {"link_pages": 0, "root": [1, 2, 3, 4]}
-    assert grid(("own",), (1,), None)[1].overrides == {"link_pages": 1}, "the server's root"
+    assert grid(("own",), (1,), None)[2].overrides == {"link_pages": 1}, "the server's root"
 
 
 @pytest.mark.parametrize("own", [OWN, None])

@@ -2,7 +2,9 @@
 
 Full attention is the same token ids without spans. Its greedy continuation is the *reference*. Spans
 are measured in two ways: teacher-forced, with the reference behind the prompt, so that every position
-compares two distributions over the same past; and greedy, so that differences may add up.
+compares two distributions over the same past; and greedy, so that differences may add up. Full attention
+is measured in the same way against itself. Sums in low precision depend on what else is in the
+batch, so even that is not nought: it is the floor.
 
 Every prompt under every setting has a `cache_salt` of its own. So nothing of a running server's cache
 is used or flushed, and what was computed does not depend on which request came first.
@@ -40,7 +42,6 @@ class Reference:
 
     tokens: tuple[int, ...]  # its greedy continuation
     scored: Scored  # of the continuation
-    warm_computed_tokens: int  # where a prompt over the same texts was computed before
 
     @property
     def entropies(self) -> tuple[float, ...]:
@@ -73,7 +74,7 @@ class Meter:
     def everything(
         self, prompts: Sequence[Prompt], settings: Sequence[Setting], progress: Progress
     ) -> Measured:
-        """All prompts under full attention, then under all settings, a few requests at a time.
+        """The references, then all prompts under all settings, a few requests at a time.
 
         Raises:
             ServerError: naming the prompt.
@@ -94,9 +95,8 @@ class Meter:
             pool.shutdown(cancel_futures=True)  # after a failure or Ctrl-C, what has not begun
 
     def _reference(self, prompt: Prompt, progress: Progress) -> Reference:
-        salt = f"{self.run}/full/{prompt.where}"
+        salt = f"{self.run}/reference/{prompt.where}"
         try:
-            self.client.greedy(_behind_another_preamble(prompt)[0], None, salt=salt, new_tokens=1)
             reply = self.client.greedy(prompt.tokens, None, salt=salt, new_tokens=self.new_tokens)
             scored = self.client.score(
                 (*prompt.tokens, *reply.tokens),
@@ -108,7 +108,7 @@ class Meter:
         except ServerError as error:
             raise ServerError(f"{prompt.where}, full attention: {error}") from error
         progress()
-        return Reference(reply.tokens, scored, reply.computed_tokens)
+        return Reference(reply.tokens, scored)
 
     def _figures(
         self, setting: Setting, prompt: Prompt, reference: Reference, progress: Progress
@@ -116,18 +116,16 @@ class Meter:
         salt = f"{self.run}/{setting.name}/{prompt.where}"
         other, moved = _behind_another_preamble(prompt)
         try:
-            cold = self.client.greedy(
-                other, Declared(moved, setting.overrides), salt=salt, new_tokens=1
-            )
+            cold = self.client.greedy(other, _declared(moved, setting), salt=salt, new_tokens=1)
             warm = self.client.greedy(
                 prompt.tokens,
-                Declared(prompt.spans, setting.overrides),
+                _declared(prompt.spans, setting),
                 salt=salt,
                 new_tokens=self.new_tokens,
             )
             scored = self.client.score(
                 (*prompt.tokens, *reference.tokens),
-                Declared(_with_a_tail(prompt), setting.overrides),
+                _declared(_with_a_tail(prompt), setting),
                 salt=salt,
                 start=len(prompt.tokens),
                 of=sorted({token for known in reference.scored.top for token in known}),
@@ -147,6 +145,10 @@ class Meter:
             cold_computed_tokens=cold.computed_tokens - (len(other) - len(prompt.tokens)),
             warm_computed_tokens=warm.computed_tokens,
         )
+
+
+def _declared(spans: Spans, setting: Setting) -> Declared | None:
+    return Declared(spans, setting.overrides) if setting.declares_spans else None
 
 
 def _divergences(full: Sequence[Logprobs], spans: Sequence[Logprobs]) -> tuple[float, ...]:

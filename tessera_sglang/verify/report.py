@@ -16,7 +16,7 @@ from . import verdict as judging
 from .client import ServerState
 from .figures import Summary
 from .measure import TOP, Measured
-from .settings import SERVER, Setting
+from .settings import FULL, SERVER, Setting
 from .verdict import Verdict
 
 
@@ -35,7 +35,7 @@ class Report:
     def warnings(self) -> list[str]:
         """What makes the figures doubtful."""
         found = [judging.warning(self.measured.mean_entropy_nats)]
-        if all(one.saved <= self.saved_by_full for one in self.summaries.values()):
+        if all(one.saved <= self.full.saved for one in self.spans.values()):
             found.append(
                 "no setting saves a token: the spans are no longer than a page of "
                 f"{self.state.page_tokens} tokens and the linked pages"
@@ -43,26 +43,21 @@ class Report:
         return [text for text in found if text is not None]
 
     @property
-    def saved_by_full(self) -> float:
-        """Share of the tokens that plain prompts find cached then."""
-        return 1 - self.full_computed_tokens / self.prompt_tokens
+    def full(self) -> Summary:
+        """Full attention against itself."""
+        return _full(self)[1]
 
     @property
-    def prompt_tokens(self) -> int:
-        """Of all prompts."""
-        return next(iter(self.summaries.values())).prompt_tokens
-
-    @property
-    def full_computed_tokens(self) -> int:
-        """What plain prompts compute where the spans of another prompt are cached."""
-        return sum(one.warm_computed_tokens for one in self.measured.references)
+    def spans(self) -> dict[Setting, Summary]:
+        """All other settings."""
+        return {setting: one for setting, one in self.summaries.items() if setting.root != FULL}
 
 
 def show(report: Report) -> None:
     """Print for people."""
     state = report.state
     print(
-        f"{state.model}: {report.prompts} prompts of {report.prompt_tokens:,} tokens, "
+        f"{state.model}: {report.prompts} prompts of {report.full.prompt_tokens:,} tokens, "
         f"{sum(len(one.tokens) for one in report.measured.references)} tokens of continuation"
     )
     tables.show(_table(report))
@@ -72,16 +67,7 @@ def show(report: Report) -> None:
 
 
 def _table(report: Report) -> tables.Table:
-    full = next(iter(report.summaries.values()))
     rows = [
-        (
-            *("full attention", "", "0", "", f"{full.full_nll_nats:.3f}", "100%"),
-            *(f"{report.prompt_tokens:,}", f"{report.full_computed_tokens:,}"),
-            f"{report.saved_by_full:.1%}",
-            "",
-        )
-    ]
-    rows += [
         (
             *_names(setting, report.state),
             f"{one.mean_kl_nats:.4f}",
@@ -91,7 +77,7 @@ def _table(report: Report) -> tables.Table:
             f"{one.cold_computed_tokens:,}",
             f"{one.warm_computed_tokens:,}",
             f"{one.saved:.1%}",
-            "passes" if setting.name in report.verdict.passing else "fails",
+            _word(setting, report.verdict),
         )
         for setting, one in report.summaries.items()
     ]
@@ -99,17 +85,26 @@ def _table(report: Report) -> tables.Table:
     return tables.Table("Spans against full attention", header, tuple(rows), left=frozenset({0, 9}))
 
 
+def _word(setting: Setting, verdict: Verdict) -> str:
+    if not setting.declares_spans:
+        return ""
+    return "passes" if setting.name in verdict.passing else "fails"
+
+
 def _names(setting: Setting, state: ServerState) -> tuple[str, str]:
+    if not setting.declares_spans:
+        return setting.name, ""
     if setting.root == SERVER:
         return f"the server's ({state.root_tokens} tokens)", str(state.link_pages)
     return setting.root, str(setting.link_pages)
 
 
 def _legend(report: Report) -> Iterator[str]:
-    worst = max((one.worst for one in report.summaries.values()), key=lambda at: at.kl_nats)
+    worst = max((one.worst for one in report.spans.values()), key=lambda at: at.kl_nats)
     yield (
         f"KL: of full attention to spans, nats a token, over full attention's {TOP} most probable "
-        "tokens and a bucket for the rest: a lower bound."
+        "tokens and a bucket for the rest: a lower bound. Full attention is compared with a second "
+        "run of itself: the floor."
     )
     yield (
         "NLL: of full attention's greedy continuation, nats a token. Agree: the share of it that the "
@@ -164,8 +159,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "top_tokens": TOP,
         "full_attention": {
             "mean_entropy_nats": report.measured.mean_entropy_nats,
-            "prompt_tokens": report.prompt_tokens,
-            "warm_computed_tokens": report.full_computed_tokens,
+            **_figures(report, *_full(report)),
             "continuations": [list(one.tokens) for one in report.measured.references],
         },
         "settings": [
@@ -174,13 +168,9 @@ def as_json(report: Report) -> dict[str, Any]:
                 "root": setting.root,
                 "link_pages": setting.link_pages,
                 "passes": setting.name in found.passing,
-                "summary": {**dataclasses.asdict(summary), "saved": summary.saved},
-                "prompts": [
-                    {**dataclasses.asdict(one), "agreement": one.agreement}
-                    for one in report.measured.figures[setting]
-                ],
+                **_figures(report, setting, summary),
             }
-            for setting, summary in report.summaries.items()
+            for setting, summary in report.spans.items()
         ],
         "warnings": report.warnings,
         "verdict": {
@@ -191,4 +181,18 @@ def as_json(report: Report) -> dict[str, Any]:
             "recommended": None if chosen is None else chosen.config,
             "recommended_name": None if chosen is None else chosen.name,
         },
+    }
+
+
+def _full(report: Report) -> tuple[Setting, Summary]:
+    return next(entry for entry in report.summaries.items() if entry[0].root == FULL)
+
+
+def _figures(report: Report, setting: Setting, summary: Summary) -> dict[str, Any]:
+    return {
+        "summary": {**dataclasses.asdict(summary), "saved": summary.saved},
+        "prompts": [
+            {**dataclasses.asdict(one), "agreement": one.agreement}
+            for one in report.measured.figures[setting]
+        ],
     }

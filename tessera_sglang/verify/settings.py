@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 SERVER = "server"  # the name of the row that overrides nothing
+FULL = "full attention"  # and of the one without spans: how far two runs of the same are apart
 ROOTS = ("none", "auto", "own")
 
 
@@ -24,7 +25,7 @@ class OwnRoot:
 class Setting:
     """One row of the result. None leaves a setting as the server has it."""
 
-    root: str  # "none", "auto", "own", or "server"
+    root: str  # "none", "auto", "own", SERVER or FULL
     link_pages: int | None
     own: OwnRoot | None = None
 
@@ -32,6 +33,11 @@ class Setting:
     def name(self) -> str:
         """Short, for progress and JSON."""
         return self.root if self.link_pages is None else f"{self.root}/{self.link_pages}"
+
+    @property
+    def declares_spans(self) -> bool:
+        """Whether requests are sent with their spans."""
+        return self.root != FULL
 
     @property
     def overrides(self) -> dict[str, Any]:
@@ -59,8 +65,9 @@ class Setting:
 
 
 def grid(roots: Sequence[str], link_pages: Sequence[int], own: OwnRoot | None) -> list[Setting]:
-    """What the server has, and every root with every number of linked pages."""
+    """Full attention, what the server has, and every root with every number of linked pages."""
     return [
+        Setting(FULL, None),
         Setting(SERVER, None),
         *(
             Setting(root, pages, own if root == "own" else None)

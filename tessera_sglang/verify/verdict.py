@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from .figures import Summary
-from .settings import SERVER, Setting
+from .settings import FULL, SERVER, Setting
 
 THRESHOLD_NATS = 0.05
 LEAST_AGREEMENT = 0.5
@@ -35,12 +35,16 @@ def passes(summary: Summary, threshold_nats: float) -> bool:
 
 
 def judge(summaries: Mapping[Setting, Summary], threshold_nats: float) -> Verdict:
-    """The verdict on all settings, the server's own among them.
+    """The verdict on all settings with spans, the server's own among them.
 
     Recommended is the one that computes the fewest tokens for known spans; of equals that of the
     smaller divergence, to a thousandth, and one that can be named before the server's own.
     """
-    good = {s: found for s, found in summaries.items() if passes(found, threshold_nats)}
+    good = {
+        setting: found
+        for setting, found in summaries.items()
+        if setting.root != FULL and passes(found, threshold_nats)
+    }
     return Verdict(
         threshold_nats=threshold_nats,
         least_agreement=LEAST_AGREEMENT,

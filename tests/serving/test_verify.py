@@ -134,7 +134,7 @@ def test_tokens_follow_from_the_layout(measured: dict[str, Any]) -> None:
             ]
             saved = [one["prompt_tokens"] - one["warm_computed_tokens"] for one in found]
             assert saved == [PAGE * shared_pages for shared_pages in shared]
-    full = measured["full_attention"]
+    full = measured["full_attention"]["summary"]
     assert full["warm_computed_tokens"] == full["prompt_tokens"], "no prefix is shared"
 
 
@@ -143,6 +143,13 @@ def test_the_servers_settings_are_those_of_the_same_name(measured: dict[str, Any
     for one, other in zip(own, named, strict=True):
         assert one["kl_nats"] == pytest.approx(other["kl_nats"], abs=KL_TOLERANCE)
         assert one["warm_computed_tokens"] == other["warm_computed_tokens"]
+
+
+def test_full_attention_agrees_with_itself(measured: dict[str, Any]) -> None:
+    full = measured["full_attention"]["summary"]
+    assert full["worst"]["kl_nats"] < KL_TOLERANCE
+    assert full["agreement"] == 1
+    assert full["nll_nats"] == pytest.approx(full["full_nll_nats"], abs=KL_TOLERANCE)
 
 
 def test_random_weights_are_warned_of(measured: dict[str, Any]) -> None:

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from . import chat_prompt, ignored
-from .config import MAX_SPANS, Config, load
+from .compat import attention_backends
+from .config import BACKEND, MAX_SPANS, Config, load
 from .text import offsets
 from .text.messages import (
     Weaving,
@@ -49,12 +50,14 @@ class _Rendering:
 _current: ContextVar[_Rendering | None] = ContextVar("tessera_rendering", default=None)
 
 
-def active() -> bool:
-    """Whether this server reads spans."""
-    from .compat import attention_backends
-    from .config import BACKEND
+def selected() -> bool:
+    """Whether this server runs Tessera."""
+    return BACKEND in attention_backends()
 
-    return BACKEND in attention_backends() and load().index == "content"
+
+def active() -> bool:
+    """Whether it reads spans."""
+    return selected() and load().index == "content"
 
 
 # --- the body that the caller sent ---------------------------------------------------------------
@@ -283,8 +286,11 @@ def _list(value: Any) -> list[Any]:
 async def tokenize(original: Callable[..., Awaitable[Any]], manager: Any, obj: Any) -> Any:
     """Around ``TokenizerManager._tokenize_one_request``: cut a text at its declared offsets."""
     raw = _declared_offsets(obj)
-    if raw is not None and active():
-        _encode_text(manager, obj, raw)
+    if raw is not None and selected():
+        if active():
+            _encode_text(manager, obj, raw)
+        else:
+            _put_declaration(obj, None)  # SGLang's tree: spans are ordinary text
     return await original(manager, obj)
 
 
@@ -301,8 +307,7 @@ def _declared_offsets(obj: Any) -> Any:
 
 
 def _encode_text(manager: Any, obj: Any, raw: Any) -> None:
-    params = obj.sampling_params
-    tessera = params["custom_params"]["tessera"]
+    tessera = obj.sampling_params["custom_params"]["tessera"]
     if "spans" in tessera:
         raise ValueError(
             f"{offsets.FIELD} and custom_params.tessera.spans declare spans in two ways; "
@@ -321,7 +326,13 @@ def _encode_text(manager: Any, obj: Any, raw: Any) -> None:
     )
     obj.input_ids = found.input_ids
     declared = {key: value for key, value in tessera.items() if key != "text_spans"}
+    _put_declaration(obj, {**declared, "spans": found.spans} if found.spans else None)
+
+
+def _put_declaration(obj: Any, tessera: dict[str, Any] | None) -> None:
+    """Replace ``custom_params.tessera``. In copies: samples and batches share these dicts."""
+    params = obj.sampling_params
     custom = {key: value for key, value in params["custom_params"].items() if key != "tessera"}
-    if found.spans:
-        custom["tessera"] = {**declared, "spans": found.spans}
+    if tessera is not None:
+        custom["tessera"] = tessera
     obj.sampling_params = {**params, "custom_params": custom or None}

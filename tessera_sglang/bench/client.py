@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 import sys
 import tempfile
 import warnings
@@ -94,13 +95,24 @@ def load_plugins() -> None:
     Raises:
         ModuleNotFoundError: SGLang is not installed.
     """
-    # What libraries print while they load is not our answer.
-    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-        warnings.simplefilter("ignore")  # kernels that SGLang finds missing
+    with _quiet():
         from sglang.srt.plugins import load_plugins as load
 
         load()
         from sglang.benchmark import serving  # noqa: F401 # with the plugins in force
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Libraries say while they load what they miss here; errors are still said."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(before)
 
 
 def drive(

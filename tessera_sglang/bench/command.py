@@ -127,11 +127,13 @@ def _settings(options: argparse.Namespace) -> dict[str, object]:
 
 def _notes(options: argparse.Namespace) -> Iterator[str]:
     how = "one side after the other" if options.one_by_one else "in turns"
+    rounds = f"medians of {options.rounds} rounds" if options.rounds > 1 else "one round"
     yield (
-        f"Measured by {CLIENT}: medians of {options.rounds} rounds"
-        f"{', ' + how if options.ab else ''}, after one to warm up, each on an empty cache. "
-        "Spread: largest by smallest round, less 1."
+        f"Measured by {CLIENT}: {rounds}{', ' + how if options.ab else ''}, after one to warm up, "
+        "each on an empty cache."
     )
+    if options.rounds > 1:
+        yield "Spread: largest by smallest round, less 1."
     if not options.ab:
         return
     stock = "SGLang's prefix tree under Tessera's attention backend"

@@ -85,13 +85,15 @@ def table(report: Report) -> Table:
     rows = [row for side in report.sides for row in _rows(side)]
     if len(report.sides) > 1:
         rows.append(("gain", *(_times(report.gain(figure)) for figure in FIGURES)))
-    sections = frozenset(range(1, len(rows) - 1, 2)) if len(report.sides) > 1 else frozenset()
+    each = len(rows) // len(report.sides)
+    sections = frozenset(range(each - 1, len(rows) - 1, each))
     return Table(report.workload, header, tuple(rows), sections=sections)
 
 
 def _rows(side: Side) -> Iterator[tuple[str, ...]]:
     yield (side.name, *(_cell(figure, side.median(figure)) for figure in FIGURES))
-    yield ("  spread", *(_spread(figure, side) for figure in FIGURES))
+    if len(side.rounds) > 1:
+        yield ("  spread", *(_spread(figure, side) for figure in FIGURES))
 
 
 def _cell(figure: Figure, value: float | None) -> str:

@@ -7,6 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -214,30 +215,15 @@ def test_spans_that_many_read_at_once(server: Server) -> None:
     typist = Typist(3)
     document = typist.text(14 * PAGE)
     items = [around(typist.text(20 + i), document, typist.text(15)) for i in range(6)]
-    peak, stop = [0.0], threading.Event()
-
-    def look() -> None:
-        while not stop.is_set():
-            peak.append(Scrape(server)("tessera_waiting_readers"))
 
     def load() -> list[Answer]:
-        time.sleep(1.2)  # the next pass publishes
-        looker = threading.Thread(target=look)
-        looker.start()
-        try:
-            cold = server.generate_all(items, steps=4)
-        finally:
-            stop.set()
-            looker.join()
-        return [*cold, server.generate(*items[0], steps=4)]
+        return [*server.generate_all(items, steps=4), server.generate(*items[0], steps=4)]
 
     answers, grown = during(server, load)
     agree(grown, answers)
     shared = 13 * PAGE
     assert grown("tessera_span_prefills_total") == 1, "five wait for the prefill of the first"
     assert grown("tessera_hit_tokens_total", kind="span") == 6 * shared
-    assert max(peak) >= 1, "readers were seen waiting"
-    assert settled(server)("tessera_waiting_readers") == 0
     # SGLang's own tree statistics: the hidden prefill found nothing, and neither did its reader
     tokens = "sglang:prefill_effective_tokens_total"
     assert grown(tokens, mode="device_hit") == grown.hits
@@ -245,6 +231,27 @@ def test_spans_that_many_read_at_once(server: Server) -> None:
     linked_and_root = 2 * PAGE
     assert grown(tokens, mode="input") == computed + linked_and_root
     assert grown("sglang:realtime_tokens_total", mode="prefill_cache") == grown.hits
+
+
+def test_readers_that_do_not_fit_together_wait(server: Server) -> None:
+    typist = Typist(8)
+    pages = POOL // PAGE * 9 // 16
+    items = [around(typist.text(20), typist.text(pages * PAGE), typist.text(9)) for _ in range(3)]
+    seen: list[float] = []
+
+    def load() -> list[Answer]:
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(server.generate_all, items, steps=300)
+            while not asked.done():
+                seen.append(Scrape(server)("tessera_waiting_readers"))
+                time.sleep(0.1)
+            return asked.result()
+
+    answers, grown = during(server, load)
+    agree(grown, answers)
+    assert 1 <= max(seen) <= 2
+    assert settled(server)("tessera_waiting_readers") == 0
+    assert grown("tessera_span_prefills_total") >= 3
 
 
 def test_what_ran(server: Server) -> None:
@@ -282,7 +289,8 @@ def test_pages_that_two_requests_computed_differently(server: Server) -> None:
         answers: list[Answer] = []
         teller = threading.Thread(target=lambda: answers.append(server.generate(prompt, steps=400)))
         teller.start()
-        time.sleep(0.5)  # it has its prompt and tells
+        while not server.state()["paged_tier"]["protected"]:  # it has its prompt, and tells
+            time.sleep(0.05)
         answers.append(server.generate(prompt + told.tokens[: 4 * PAGE], steps=1))
         teller.join()
         return answers
@@ -292,7 +300,7 @@ def test_pages_that_two_requests_computed_differently(server: Server) -> None:
     assert max(answers, key=lambda answer: len(answer.tokens)).tokens == told.tokens
     assert grown("tessera_latent_divergence_total") >= 1
     assert grown("tessera_dedup_collisions_total") == 0
-    assert "latent divergence: 1 more, 1 in all: " in server.log()
+    assert "latent divergence: " in server.log()
 
 
 def test_collisions_and_retractions(model: Path) -> None:

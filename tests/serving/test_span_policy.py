@@ -67,3 +67,6 @@ def test_a_server_with_the_stock_tree_takes_marks_as_text(
             _ask(server, ("user", [{"type": "text", "text": "X"}, text_part("Fact. " * 100)]))
             < PAGE
         )
+        offsets = {"custom_params": {"tessera": {"text_spans": [[3, 200]]}}, "max_new_tokens": 2}
+        answer = server.post("/generate", {"text": "Fact. " * 100, "sampling_params": offsets})
+        assert answer.status_code == 200, answer.text

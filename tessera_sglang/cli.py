@@ -142,6 +142,11 @@ def _add_doctor(commands: Commands) -> None:
         description="Checks versions, hooks, device and TESSERA_CONFIG. Exits with 1 if a server "
         "would refuse to start, as far as can be told without a model.",
     )
+    parser.add_argument(
+        "--model-path",
+        metavar="M",
+        help="also what a server would make of this model, by its config.json alone",
+    )
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(command=_doctor)
 
@@ -149,7 +154,7 @@ def _add_doctor(commands: Commands) -> None:
 def _doctor(options: argparse.Namespace) -> int:
     from . import doctor
 
-    return doctor.run(as_json=options.json)
+    return doctor.run(as_json=options.json, model=options.model_path)
 
 
 def _add_layout(commands: Commands) -> None:

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-import os
-import tempfile
-import threading
+import platform
+import sys
 import warnings
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
 import msgspec
 
+from . import outlook, tables, terminal
 from .config import Config, ConfigError, load
+from .layout import LayoutError
+from .outlook import Heads, Outlook
 
 if TYPE_CHECKING:  # torch and SGLang may be missing: that is a finding
     from tessera_sglang.attention.kernels.base import Kernel
     from tessera_sglang.attention.preferences import Situation
     from tessera_sglang.attention.shelf import Shelf
 
-PATIENCE_S = 1.0  # before a terminal is told what takes so long
+PACKAGES = {  # whether a server needs it
+    **dict.fromkeys(("tessera-sglang", "sglang", "torch", "transformers"), True),
+    **dict.fromkeys(("flashinfer-python", "sgl-flash-mla", "tilelang", "triton"), False),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,99 +57,91 @@ class Choice:
     why: str
 
 
-def run(*, as_json: bool) -> int:
-    """Look, print, and return 0 when nothing stands in the way."""
-    with _progress("looking at what is installed"), _quiet():
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Everything that was looked at. ``model`` is there if one was asked about."""
+
+    findings: tuple[Finding, ...]
+    libraries: tuple[Library, ...]
+    choices: tuple[Choice, ...]
+    model: Outlook | None
+
+    @property
+    def ok(self) -> bool:
+        """Whether a server would start, as far as can be told. Spans are no part of that."""
+        return all(finding.ok for finding in self.findings)
+
+    def as_dict(self) -> dict[str, object]:
+        """The object that ``--json`` prints."""
+        return {
+            "ok": self.ok,
+            "findings": [dataclasses.asdict(item) for item in self.findings],
+            "kernels": [dataclasses.asdict(item) for item in self.libraries],
+            "routes": [dataclasses.asdict(item) for item in self.choices],
+            "model": None if self.model is None else dataclasses.asdict(self.model),
+        }
+
+    def show(self) -> None:
+        """Print for people."""
+        marks = [("ok  " if item.ok else "FAIL", item.name, item.found) for item in self.findings]
+        tables.show_aligned(marks)
+        if self.libraries:
+            print("\nKernel libraries")
+            tables.show_aligned(
+                [(item.kernel, "loads" if item.available else item.why) for item in self.libraries]
+            )
+        if self.model is not None:
+            print(f"\n{self.model.model}, by its config.json (TP 1, BF16)")
+            tables.show_aligned(list(outlook.lines(self.model)))
+        if self.choices:
+            print("\nWhat would run (TP 1, BF16)")
+            tables.show_aligned(
+                [(c.model, c.phase, c.kernel or "none", c.why) for c in self.choices]
+            )
+
+
+def run(*, as_json: bool, model: str | None = None) -> int:
+    """Look, print, and return 0 when nothing stands in the way.
+
+    ``model`` is a directory with a config.json, such a file, or the name of a known model; 2 if it is
+    none of them.
+    """
+    try:
+        seen = outlook.look(model) if model is not None else None
+    except LayoutError as error:
+        print(f"tessera-sglang doctor: --model-path {error}", file=sys.stderr)
+        return 2
+    report = _report(seen)
+    if as_json:
+        print(json.dumps(report.as_dict(), indent=2))
+    else:
+        report.show()
+    return 0 if report.ok else 1
+
+
+def _report(seen: tuple[Outlook, Heads | None] | None) -> Report:
+    with terminal.progress("looking at what is installed"), terminal.quiet():
         findings = [*_versions(), _plugin(), _device()]
         config, configuration = _configuration()
-        kernel, libraries, choices = _kernels(config)
-    findings += [*configuration, *kernel]
-    ok = all(finding.ok for finding in findings)
-    if as_json:
-        shown = {
-            "findings": [dataclasses.asdict(item) for item in findings],
-            "kernels": [dataclasses.asdict(item) for item in libraries],
-            "routes": [dataclasses.asdict(item) for item in choices],
-        }
-        print(json.dumps({"ok": ok, **shown}, indent=2))
-        return 0 if ok else 1
-    marks = [("ok  " if item.ok else "FAIL", item.name, item.found) for item in findings]
-    _print_aligned(marks)
-    if libraries:
-        print("\nKernel libraries")
-        _print_aligned(
-            [(item.kernel, "loads" if item.available else item.why) for item in libraries]
-        )
-    if choices:
-        print("\nWhat would run (TP 1, BF16)")
-        _print_aligned([(c.model, c.phase, c.kernel or "none", c.why) for c in choices])
-    return 0 if ok else 1
-
-
-@contextlib.contextmanager
-def _progress(doing: str) -> Iterator[None]:
-    """Say so on a terminal where it takes long, and take it back."""
-    if not os.isatty(2):
-        yield
-        return
-    terminal = os.dup(2)  # whatever is redirected meanwhile
-    late = threading.Timer(PATIENCE_S, os.write, (terminal, f"{doing} …".encode()))
-    late.start()
-    try:
-        yield
-    finally:
-        late.cancel()
-        late.join()
-        os.write(terminal, b"\r\x1b[K")
-        os.close(terminal)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """What libraries say while they load is not our answer. It is said after all if that fails.
-
-    Native code and child processes write to the descriptors, so those are what is redirected. Loggers
-    that are made meanwhile keep a stream that goes wherever descriptor 2 does.
-    """
-    stream = open(2, "w", buffering=1, closefd=False)  # noqa: SIM115
-    with (
-        tempfile.TemporaryFile() as said,
-        contextlib.redirect_stdout(stream),
-        contextlib.redirect_stderr(stream),
-    ):
-        kept = [(number, os.dup(number)) for number in (1, 2)]
-        for number, _ in kept:
-            os.dup2(said.fileno(), number)
-        failed = True
-        try:
-            yield
-            failed = False
-        finally:
-            stream.flush()
-            for number, copy in kept:
-                os.dup2(copy, number)
-                os.close(copy)
-            if failed:
-                said.seek(0)
-                os.write(2, said.read())
-
-
-def _print_aligned(rows: Sequence[tuple[str, ...]]) -> None:
-    """Columns as wide as their widest cell; the last one as it is, for it may be long."""
-    widths = [max(map(len, column)) for column in list(zip(*rows, strict=True))[:-1]]
-    for *cells, last in rows:
-        padded = (cell.ljust(width) for cell, width in zip(cells, widths, strict=True))
-        print("  ".join((*padded, last)))
+        kernel, libraries, choices = _kernels(config, seen)
+    return Report(
+        findings=(*findings, *configuration, *kernel),
+        libraries=tuple(libraries),
+        choices=tuple(choices),
+        model=seen[0] if seen is not None else None,
+    )
 
 
 def _versions() -> list[Finding]:
-    found = []
-    for name in ("tessera-sglang", "sglang", "torch", "transformers"):
+    found = [Finding("python", platform.python_version())]
+    for name, needed in PACKAGES.items():
         try:
             found.append(Finding(name, version(name)))
         except PackageNotFoundError:
-            remedy = "not installed: pip install 'tessera-sglang[sglang]'"
-            found.append(Finding(name, remedy, ok=False))
+            remedy = (
+                "not installed: pip install 'tessera-sglang[sglang]'" if needed else "not installed"
+            )
+            found.append(Finding(name, remedy, ok=not needed))
     return found
 
 
@@ -198,9 +193,11 @@ def _page_size() -> str:
     return f"{PAGE_TOKENS} tokens"
 
 
-def _kernels(config: Config | None) -> tuple[list[Finding], list[Library], list[Choice]]:
-    """What the router of a server here would say, for two kinds of model; without a configuration,
-    what there is."""
+def _kernels(
+    config: Config | None, seen: tuple[Outlook, Heads | None] | None
+) -> tuple[list[Finding], list[Library], list[Choice]]:
+    """What the router of a server here would say, for the model that was asked about or for two kinds
+    of model; without a configuration, what there is."""
     name = "kernel"
     try:
         with warnings.catch_warnings():
@@ -224,10 +221,13 @@ def _kernels(config: Config | None) -> tuple[list[Finding], list[Library], list[
             require(config.kernel, here.device, here.compute, shelf)
         except RouteError as error:
             return [Finding(name, str(error), ok=False)], libraries, []
+    if seen is not None:
+        model, heads = seen
+        situations = {} if heads is None else {model.model: _situation(heads, here)}
     choices = [
         choice
-        for model, situation in situations.items()
-        for choice in _choices(model, situation, config.kernel, shelf)
+        for name, situation in situations.items()
+        for choice in _choices(name, situation, config.kernel, shelf)
     ]
     return [Finding(name, config.kernel)], libraries, choices
 
@@ -257,6 +257,11 @@ def _choices(model: str, situation: Situation, wanted: str, shelf: Shelf) -> lis
         else:
             found.append(Choice(model, phase.value, chosen.name, chosen.reason))
     return found
+
+
+def _situation(heads: Heads, here: Situation) -> Situation:
+    shape = dataclasses.replace(here.shape, **dataclasses.asdict(heads))
+    return dataclasses.replace(here, shape=shape)
 
 
 def _situations() -> dict[str, Situation]:

@@ -137,7 +137,8 @@ def _heads(model: AnyModel) -> Heads:
 def lines(outlook: Outlook) -> Iterator[tuple[str, str]]:
     """Name and text of each thing to say, for readers."""
     verdict = {True: "yes", False: "no", None: "not known"}[outlook.spans]
-    yield "spans", f"{verdict}: {outlook.why}"
+    besides = "; prefixes are reused all the same" if outlook.spans is False else ""
+    yield "spans", f"{verdict}: {outlook.why}{besides}"
     if outlook.page_bytes is not None:
         yield "attention", f"{outlook.attention}; {outlook.layers} layers"
         yield (

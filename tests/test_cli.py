@@ -154,6 +154,14 @@ def test_without_sglang_a_command_says_what_to_install(arguments: tuple[str, ...
     assert done.stderr == f"{package} is missing: pip install 'tessera-sglang[sglang]'\n"
 
 
+def test_without_sglang_the_doctor_still_looks() -> None:
+    done = without("sglang", "doctor", "--json")
+    found = json.loads(done.stdout)
+    assert (done.returncode, found["ok"]) == (1, False)
+    failed = {one["name"]: one["found"] for one in found["findings"] if not one["ok"]}
+    assert "sglang" in failed["plugin"]
+
+
 def test_layout_and_help_need_no_sglang() -> None:
     assert without("sglang", "layout", "deepseek-v3").returncode == 0
     assert without("sglang", "--help").returncode == 0

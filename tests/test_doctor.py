@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pty
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -14,7 +15,7 @@ import pytest
 
 kernels = pytest.importorskip("tessera_sglang.kernels", exc_type=ImportError)
 
-from tessera_sglang import doctor  # noqa: E402 # after the skip
+from tessera_sglang import doctor, terminal  # noqa: E402 # after the skip
 from tessera_sglang.attention.kernels.base import KernelUnavailableError  # noqa: E402
 from tessera_sglang.attention.kernels.torch_kernel import TorchKernel  # noqa: E402
 from tessera_sglang.attention.shelf import Offer  # noqa: E402
@@ -211,17 +212,89 @@ def test_what_they_say_is_shown_if_looking_fails(
 def test_a_terminal_is_told_what_takes_so_long(
     patience: float, said: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor, "PATIENCE_S", patience)
-    terminal, line = pty.openpty()
+    monkeypatch.setattr(terminal, "PATIENCE_S", patience)
+    ours, line = pty.openpty()
     before = os.dup(2)
     os.dup2(line, 2)
     try:
-        with doctor._progress("looking"), doctor._quiet():
+        with terminal.progress("looking"), terminal.quiet():
             os.write(2, b"noise")
             time.sleep(0.2)
     finally:
         os.dup2(before, 2)
-        shown = os.read(terminal, 1000).decode()
-        for descriptor in (before, terminal, line):
+        shown = os.read(ours, 1000).decode()
+        for descriptor in (before, ours, line):
             os.close(descriptor)
     assert shown == ("looking …" if said else "") + "\r\x1b[K"
+
+
+# --- hooks ---------------------------------------------------------------------------------------
+
+TARGET = "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req"
+PROGRAM = f"""
+import pkgutil, sys
+import sglang.srt.plugins as plugins
+
+original = plugins.load_plugins
+
+def load():
+    original()
+    owner, _, name = {TARGET!r}.rpartition(".")
+    setattr(pkgutil.resolve_name(owner), name, lambda *arguments: None)
+
+plugins.load_plugins = load
+from tessera_sglang.cli import main
+sys.exit(main(["doctor", "--json"]))
+"""
+
+
+def test_a_hook_that_another_plugin_replaced_is_named() -> None:
+    from tessera_sglang import wiring
+
+    assert TARGET in {hook.target for hook in wiring.HOOKS}
+    done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True)
+    assert done.returncode == 1, done.stderr
+    (plugin,) = (one for one in json.loads(done.stdout)["findings"] if one["name"] == "plugin")
+    assert plugin["ok"] is False
+    assert f"the hook on {TARGET} did not land" in plugin["found"]
+    assert "SGLANG_PLUGINS=tessera" in plugin["found"]
+
+
+# --- a model -------------------------------------------------------------------------------------
+
+
+def test_a_model_is_judged_by_its_config(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(as_json=True, model="deepseek-v3") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"]["spans"] is True
+    assert found["model"]["page_bytes"] == 64 * 61 * 1152
+    assert {route["model"] for route in found["routes"]} == {"deepseek-v3"}
+    assert {route["phase"] for route in found["routes"]} == {"prefill", "decode", "verify"}
+
+
+def test_a_model_without_spans_is_no_failure(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(as_json=False, model="deepseek-v4-pro") == 0
+    printed = capsys.readouterr().out
+    assert "spans      no: compressed and windowed layers are SGLang's to run" in printed
+    assert "What would run" not in printed
+
+
+def test_no_model_is_bad_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.run(as_json=False, model="no-such-model") == 2
+    out, err = capsys.readouterr()
+    assert not out
+    assert "no-such-model: neither a config file" in err
+
+
+def test_versions_are_printed_and_only_what_a_server_needs_is_required(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(doctor.PACKAGES, "no-such-kernels", False)
+    status, found = report(capsys)
+    versions = {finding["name"]: finding["found"] for finding in found["findings"]}
+    assert status == 0
+    assert versions["no-such-kernels"] == "not installed"
+    for name in ("python", "tessera-sglang", "sglang", "torch"):
+        assert versions[name][0].isdigit()
+    monkeypatch.setitem(doctor.PACKAGES, "no-such-kernels", True)
+    assert report(capsys)[0] == 1

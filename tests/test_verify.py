@@ -32,7 +32,7 @@ from tessera_sglang.verify.settings import (
     parse_root_text,
     parse_roots,
 )
-from tessera_sglang.verify.verdict import LEAST_AGREEMENT, judge, passes, warning
+from tessera_sglang.verify.verdict import LEAST_AGREEMENT, judge, passes, short, unsure
 
 
 def logs(**probabilities: float) -> dict[int, float]:
@@ -189,7 +189,7 @@ def test_of_equals_the_smaller_divergence_and_a_setting_with_a_name() -> None:
     none, auto = Setting("none", 1), Setting("auto", 1)
     summaries = {SERVERS: BASE, none: replace(BASE, mean_kl_nats=0.02), auto: BASE}
     assert judge(summaries, 0.05).recommended == auto
-    noise = {SERVERS: BASE, auto: replace(BASE, mean_kl_nats=0.0102)}
+    noise = {SERVERS: BASE, auto: replace(BASE, mean_kl_nats=0.013)}
     assert judge(noise, 0.05).recommended == auto
     assert judge({SERVERS: BASE}, 0.05).recommended == SERVERS
 
@@ -201,9 +201,11 @@ def test_where_nothing_passes_nothing_is_recommended() -> None:
     assert found.passing == ()
 
 
-def test_an_unsure_model_is_warned_of() -> None:
-    assert warning(0.4) is None
-    assert "3.20 nats" in str(warning(3.2))
+def test_an_unsure_model_and_short_answers_are_warned_of() -> None:
+    assert unsure(0.4) is None
+    assert "3.20 nats" in str(unsure(3.2))
+    assert short(24.0) is None
+    assert "after 1.5 tokens" in str(short(1.5))
 
 
 # --- settings ------------------------------------------------------------------------------------

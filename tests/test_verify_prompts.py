@@ -127,18 +127,54 @@ def test_a_file_without_prompts_is_refused(tmp_path: Path, encoder: Encoder) -> 
         read(tmp_path / "nowhere.jsonl", encoder)
 
 
-def test_the_prompts_of_the_package(encoder: Encoder) -> None:
-    found = defaults.prompts(encoder)
+class Wordy:
+    """The example's tokenizer under a template that reads contents as strings, as most are."""
+
+    def __init__(self, template: str | None) -> None:
+        self.own = AutoTokenizer.from_pretrained(MODEL)
+        self.own.chat_template = self.chat_template = template
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.own, name)
+
+
+STRINGS = (
+    "{% for message in messages %}{{ '<' + message['role'] + '>' + message['content'] }}{% endfor %}"
+    "{{ '<assistant>' }}"
+)
+
+
+def test_parts_are_joined_for_a_template_that_reads_strings(tmp_path: Path) -> None:
+    shared = {
+        "type": "text",
+        "text": "A text that is shared.",
+        "cache_control": {"type": "ephemeral"},
+    }
+    other = {"type": "text", "text": "Who?"}
+    path = lines(tmp_path, {"messages": [{"role": "user", "content": [shared, other]}]})
+    tokenizer = Wordy(STRINGS)
+    (found,) = read(path, Encoder(lambda: tokenizer, PAGE))
+    assert bytes(found.tokens).decode() == "<user>A text that is shared. Who?<assistant>"
+    ((start, end),) = found.spans
+    assert bytes(found.tokens[start:end]).decode() == shared["text"]
+
+
+@pytest.mark.parametrize(
+    ("template", "end"), [(None, "\nAnswer:"), (STRINGS, "<assistant>")], ids=["plain", "chat"]
+)
+def test_the_prompts_of_the_package(template: str | None, end: str) -> None:
+    tokenizer = Wordy(template)
+    found = defaults.prompts(Encoder(lambda: tokenizer, PAGE))
     assert len(found) == 8
-    assert len({prompt.tokens[:20] for prompt in found}) == 8, "no two begin alike"
+    assert len({prompt.tokens[:25] for prompt in found}) == 8, "no two begin alike"
     texts = set()
-    for prompt in found:
+    for prompt, question in zip(found, defaults.QUESTIONS, strict=True):
         assert len(prompt.spans) == 3
-        for start, end in prompt.spans:
-            texts.add(bytes(prompt.tokens[start:end]).decode())
-        last = bytes(prompt.tokens[prompt.spans[-1][1] :]).decode()
-        assert last.startswith("\n\nQuestion: ")
-        assert last.endswith("\nAnswer:")
+        for start, last in prompt.spans:
+            texts.add(bytes(prompt.tokens[start:last]).decode())
+        behind = bytes(prompt.tokens[prompt.spans[-1][1] :]).decode()
+        assert behind.startswith("\n\n")
+        assert behind.endswith(question.question + end)
     assert texts == {defaults.passage(name) for name in ("lens", "lock", "bread", "metre", "bees")}
     assert all(
         2000 < len(text) < 3500 for text in texts

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 import sys
 import tempfile
 import warnings
@@ -22,6 +21,8 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+
+from tessera_sglang import terminal
 
 from .agents import Request
 from .metrics import Metrics, read
@@ -95,24 +96,11 @@ def load_plugins() -> None:
     Raises:
         ModuleNotFoundError: SGLang is not installed.
     """
-    with _quiet():
+    with terminal.progress("loading SGLang"), terminal.quiet():
         from sglang.srt.plugins import load_plugins as load
 
         load()
         from sglang.benchmark import serving  # noqa: F401 # with the plugins in force
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Libraries say while they load what they miss here; errors are still said."""
-    before = logging.root.manager.disable
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(before)
 
 
 def drive(

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 from tessera_sglang import spans
-from tessera_sglang.text.marks import Piece
+from tessera_sglang.text.marks import Marks, Piece
 
 from .prompts import Encoder, Prompt
 
@@ -22,16 +23,31 @@ class Question:
 
 
 def prompts(encoder: Encoder) -> list[Prompt]:
-    """Every question with its passages as spans, each behind another preamble and in another order."""
+    """Every question with its passages as spans, each behind another preamble and in another order.
+
+    In the model's chat template where it has one: a chat model may end a plain text at once.
+    """
+    tokenizer = encoder.tokenizer()
+    chat = bool(getattr(tokenizer, "chat_template", None))
     found = []
     for number, question in enumerate(QUESTIONS, 1):
-        ids, raw = encoder.encode(tuple(_pieces(question)))
+        pieces = _in_template(tokenizer, question) if chat else tuple(_plain(question))
+        ids, raw = encoder.encode(pieces, special_tokens=not chat)
         declared = tuple((span.start, span.end) for span in spans.parse(raw, len(ids)))
         found.append(Prompt(f"default prompt {number}", tuple(ids), declared))
     return found
 
 
-def _pieces(question: Question) -> Iterator[Piece]:
+def _in_template(tokenizer: Any, question: Question) -> tuple[Piece, ...]:
+    """As one message of the user, cut where marks came through the template."""
+    marks = Marks.drawn()
+    texts = [question.preamble, *map(marks.around, map(passage, question.passages))]
+    message = {"role": "user", "content": "\n\n".join([*texts, question.question])}
+    text = str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
+    return marks.cut(text, list(marks.pairs(text)))
+
+
+def _plain(question: Question) -> Iterator[Piece]:
     yield Piece(question.preamble, span=False)
     for text in map(passage, question.passages):
         yield Piece("\n\n", span=False)

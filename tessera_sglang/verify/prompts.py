@@ -20,6 +20,8 @@ from tessera_sglang.text import offsets
 from tessera_sglang.text.marks import Piece
 from tessera_sglang.text.pieces import encode
 
+from .chat import ServedTemplate
+
 Spans = tuple[tuple[int, int], ...]
 
 _KINDS = {  # what makes a line one of these, and what may stand beside it
@@ -49,9 +51,16 @@ class Encoder:
     tokenizer: Callable[[], Any]
     page_tokens: int
 
-    def encode(self, pieces: Sequence[Piece]) -> tuple[list[int], list[list[int]]]:
+    def encode(
+        self, pieces: Sequence[Piece], *, special_tokens: bool = True
+    ) -> tuple[list[int], list[list[int]]]:
         """Ids and spans, as the server makes them of ``text`` and ``text_spans``."""
-        found = encode(self.tokenizer(), pieces, page_tokens=self.page_tokens, special_tokens=True)
+        found = encode(
+            self.tokenizer(),
+            pieces,
+            page_tokens=self.page_tokens,
+            special_tokens=special_tokens,
+        )
         return found.input_ids, found.spans
 
 
@@ -126,9 +135,9 @@ def _from_messages(entry: dict[str, Any], encoder: Encoder) -> tuple[list[int], 
             raise PromptError(f"{name} must be a list of objects, got {_shown(value)}")
     if not messages:
         raise PromptError("messages is empty; give at least one message")
-    tokenizer = encoder.tokenizer()
+    template = ServedTemplate(encoder.tokenizer())
     try:
-        return chat_prompt.render(tokenizer, messages, tools, page_tokens=encoder.page_tokens)
+        return chat_prompt.render(template, messages, tools, page_tokens=encoder.page_tokens)
     except ValueError:
         raise
     except Exception as error:  # a chat template raises what it likes

@@ -34,7 +34,10 @@ class Report:
     @property
     def warnings(self) -> list[str]:
         """What makes the figures doubtful."""
-        found = [judging.warning(self.measured.mean_entropy_nats)]
+        lengths = [len(one.tokens) for one in self.measured.references]
+        found = [judging.unsure(self.measured.mean_entropy_nats)]
+        if self.new_tokens >= judging.SHORT_TOKENS:
+            found.append(judging.short(sum(lengths) / len(lengths)))
         if all(one.saved <= self.full.saved for one in self.spans.values()):
             found.append(
                 "no setting saves a token: the spans are no longer than a page of "

@@ -16,6 +16,7 @@ from .settings import FULL, SERVER, Setting
 THRESHOLD_NATS = 0.05
 LEAST_AGREEMENT = 0.5
 UNSURE_NATS = 1.5  # mean entropy of the next token under full attention
+SHORT_TOKENS = 4  # mean length of its answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def judge(summaries: Mapping[Setting, Summary], threshold_nats: float) -> Verdic
     """The verdict on all settings with spans, the server's own among them.
 
     Recommended is the one that computes the fewest tokens for known spans; of equals that of the
-    smaller divergence, to a thousandth, and one that can be named before the server's own.
+    smaller divergence, to a hundredth, and one that can be named before the server's own.
     """
     good = {
         setting: found
@@ -54,7 +55,7 @@ def judge(summaries: Mapping[Setting, Summary], threshold_nats: float) -> Verdic
             good,
             key=lambda s: (
                 good[s].warm_computed_tokens,
-                round(good[s].mean_kl_nats, 3),
+                round(good[s].mean_kl_nats, 2),
                 s.root == SERVER,
             ),
             default=None,
@@ -62,7 +63,7 @@ def judge(summaries: Mapping[Setting, Summary], threshold_nats: float) -> Verdic
     )
 
 
-def warning(mean_entropy_nats: float) -> str | None:
+def unsure(mean_entropy_nats: float) -> str | None:
     """Why the figures of quality may mean nothing, if so."""
     if mean_entropy_nats < UNSURE_NATS:
         return None
@@ -71,4 +72,14 @@ def warning(mean_entropy_nats: float) -> str | None:
         f"{mean_entropy_nats:.2f} nats or more on average, that of a trained model that answers a "
         f"question is as a rule below {UNSURE_NATS:g}. With random weights, or prompts that ask "
         "nothing, the figures of quality and the verdict mean nothing."
+    )
+
+
+def short(mean_tokens: float) -> str | None:
+    """Why there is little to compare, if so."""
+    if mean_tokens >= SHORT_TOKENS:
+        return None
+    return (
+        f"full attention ends its answers after {mean_tokens:.1f} tokens on average, so there is little "
+        "to compare. A chat model wants its template: give the prompts as messages."
     )

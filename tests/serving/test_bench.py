@@ -38,7 +38,7 @@ def started(*arguments: str, mark: str) -> subprocess.Popen[str]:
 
 
 def report(*arguments: str, mark: str) -> dict[str, Any]:
-    process = started(*arguments, "--json", mark=mark)
+    process = started("--json", *arguments, mark=mark)
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err[-3000:]
     found = json.loads(out)

@@ -32,21 +32,27 @@ def cut(
         TemplateError: the marks changed what the template makes of the messages.
     """
     marks = weaving.marks
-    marked = tool_marks.mark(tools, marks, weaving.tool_names) if tools is not None else None
     plain = rendering([unmarked(message, marks) for message in messages], tools)
+    marked = tools
+    if tools and (weaving.tool_names is None or weaving.tool_names):
+        marked = tool_marks.mark(tools, marks, weaving.numbers)
     try:
         text = rendering(messages, marked)
     except Exception as error:  # whatever a template raises: without marks it did not
         raise TemplateError(f"the chat template fails on a marked text: {error}") from error
     if marks.remove(text) != plain:
         raise TemplateError("the chat template renders a text differently when it is marked")
-    whole = tool_marks.locate(text, marks, marked or ())
-    inside = [
-        (start, end)
-        for start, end in marks.pairs(text)
-        if not any(start < other_end and other_start < end for other_start, other_end in whole)
-    ]
-    return marks.cut(text, sorted(whole + inside))
+    spans: list[tuple[int, int]] = []
+    for region in marks.regions(text):
+        place = region.start, region.end
+        if region.number >= weaving.numbers and tools and marked:
+            number = region.number - weaving.numbers
+            if not weaving.declares(tools[number]):
+                continue
+            place = tool_marks.whole(text, region, marked[number])
+        if not spans or place[0] >= spans[-1][1]:
+            spans.append(place)
+    return marks.cut(text, spans)
 
 
 def render(

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from tessera_sglang.attention.dispatches import Dispatches
 
+from . import ignored
 from .cache import TesseraCache
 
 Values = Mapping[Any, int]  # by a tuple of label values
@@ -136,5 +137,11 @@ FAMILIES = (
         "Pages evicted, by the tier that they left.",
         ("tier",),
         _of_cache(lambda c: {("device",): c.index.counters.evicted_pages}),
+    ),
+    Family(
+        ignored.NAME,
+        ignored.MEANING,
+        ("reason",),
+        _of_cache(lambda _: {(reason,): ignored.counts[reason] for reason in ignored.REASONS}),
     ),
 )

@@ -33,6 +33,7 @@ from tessera_sglang.attention.layout import lay_out
 from tessera_sglang.memory_pool.keys import PageKey, VisibleSpan
 from tessera_sglang.memory_pool.runs import Path
 
+from . import hints, ignored
 from . import spans as declaration
 from .cache import TesseraCache
 from .compat import FINISH_ABORT, Req, SamplingParams
@@ -93,7 +94,10 @@ class SpanIntake:
         try:
             reader = self._read(req)
         except declaration.SpanError as error:
-            req.set_finish_with_abort(str(error))
+            if hints.drop(req.sampling_params):
+                ignored.count(None, "room", str(error))
+            else:
+                req.set_finish_with_abort(str(error))
             return
         if reader is None:
             return
@@ -304,6 +308,11 @@ class SpanIntake:
         """A span can not be kept, whatever the reason: say so instead of trying for ever."""
         self.drop_holds(req)
         attach(req, None)
+        if hints.drop(req.sampling_params):  # as text, in the order of the prompt
+            req.origin_input_ids = array("q", req.origin_input_ids_unpadded)
+            req.full_untruncated_fill_ids = array("q")
+            ignored.count(None, "kept", "a span could not be kept in the cache")
+            return
         req.set_finish_with_abort(
             "a span of this request could not be kept in the cache: its pages collide with those "
             "of another text or are evicted at once; try again later, or send it without spans",

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 import threading
+from http import HTTPStatus
 from typing import Any, SupportsIndex
 
 logger = logging.getLogger(__name__)
 
 _PATCHED = "tessera_spans"
+_UNKNOWN = "unknown"
 _lock = threading.Lock()
 _serves: dict[str, bool] = {}  # by base URL
 
@@ -134,24 +136,35 @@ def _declared(url: str, request: Any, options: dict[str, Any]) -> Any:
 
 
 def _reads_spans(url: str, options: dict[str, Any]) -> bool:
-    """Whether the server behind ``url`` has Tessera and serves spans; asked once, said once."""
+    """Whether the server behind ``url`` has Tessera and serves spans; said once where it does not.
+
+    A server that does not say is taken to: one without Tessera ignores what it is sent.
+    """
     base = url.rsplit("/generate", 1)[0]
-    with _lock:
-        if base not in _serves:
-            _serves[base] = _ask(base, options)
-        return _serves[base]
+    if base not in _serves:
+        refusal = _refusal(base, options)
+        if refusal is _UNKNOWN:
+            return True
+        with _lock:
+            if base not in _serves and refusal is not None:
+                logger.warning("spans are ordinary text on the server at %s: %s", base, refusal)
+            _serves.setdefault(base, refusal is None)
+    return _serves[base]
 
 
-def _ask(base: str, options: dict[str, Any]) -> bool:
+def _refusal(base: str, options: dict[str, Any]) -> str | None:
+    """Why a server serves no spans; None where it does, ``_UNKNOWN`` where it does not answer."""
     from sglang.utils import http_request
 
-    answer = http_request(
-        base + "/server_info",
-        **{key: options[key] for key in ("api_key", "verify") if key in options},
-    )
-    states = answer.json().get("internal_states") or [{}]
-    tessera = states[0].get("tessera")
-    refused = (tessera or {}).get("spans", {}).get("refused") if tessera else "it has no Tessera"
-    if refused is not None:
-        logger.warning("spans are ordinary text on the server at %s: %s", base, refused)
-    return refused is None
+    asked = {key: options[key] for key in ("api_key", "verify") if key in options}
+    try:
+        answer = http_request(base + "/server_info", **asked)
+        if answer.status_code != HTTPStatus.OK:
+            return _UNKNOWN
+        state = answer.json()["internal_states"][0]
+        if "tessera" not in state:
+            return "it has no Tessera"
+        refusal: str | None = state["tessera"]["spans"]["refused"]
+        return refusal
+    except (OSError, ValueError, LookupError, TypeError):
+        return _UNKNOWN

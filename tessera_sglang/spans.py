@@ -71,11 +71,21 @@ def declared(custom_params: Any) -> Any:
             f"{OBJECT} has no 'spans', got {_shown(tessera)}; give a list of pairs, "
             "or leave tessera out"
         )
-    unknown = sorted(str(key) for key in tessera if key not in _KEYS)
-    if unknown:
-        known = ", ".join(map(repr, (*_KEYS[:1], _TEXT_SPANS, *_KEYS[1:])))
-        raise SpanError(f"{OBJECT}: unknown key {unknown[0]!r}; remove it. Known keys: {known}")
+    _check_keys(tessera)
     return tessera["spans"]
+
+
+def only_settings(custom_params: Any) -> bool:
+    """Whether ``tessera`` has settings and leaves it to marks in the texts to declare spans.
+
+    Raises:
+        SpanError: ``tessera`` is not an object, or has an unknown key.
+    """
+    tessera = _object(custom_params)
+    if tessera is None or "spans" in tessera or _TEXT_SPANS in tessera:
+        return False
+    _check_keys(tessera)
+    return True
 
 
 def overrides(custom_params: Any, *, page_size: int, vocab_size: int) -> Overrides:
@@ -95,6 +105,13 @@ def overrides(custom_params: Any, *, page_size: int, vocab_size: int) -> Overrid
     if root is not None and root not in ("auto", "none"):
         root = _checked_root(root, page_size, vocab_size)
     return Overrides(link_pages, root)
+
+
+def _check_keys(tessera: dict[Any, Any]) -> None:
+    unknown = sorted(str(key) for key in tessera if key not in _KEYS)
+    if unknown:
+        known = ", ".join(map(repr, (*_KEYS[:1], _TEXT_SPANS, *_KEYS[1:])))
+        raise SpanError(f"{OBJECT}: unknown key {unknown[0]!r}; remove it. Known keys: {known}")
 
 
 def _object(custom_params: Any) -> dict[Any, Any] | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from tessera_sglang.attention.kernels.base import Phase
 
-from . import endpoints, ignored, metrics, scheduling, spans
+from . import hints, ignored, metrics, scheduling, spans
 from .accounting import account, correct_prefill_stats, count_asked
 from .admission.seam import admit_model, remember_config
 from .backend import TesseraBackend
@@ -23,6 +23,7 @@ from .compat import (
     verify,
 )
 from .config import BACKEND, load
+from .endpoints import anthropic, chat, generate
 from .graphs import (
     SpanGraphs,
     can_run_graph,
@@ -186,12 +187,16 @@ def check_on_arrival(result: Any, manager: Any, obj: Any, input_ids: Any) -> Any
     if not _active():
         return result
     tokens = len(input_ids) if input_ids is not None else 0
+    if not tokens and obj.input_embeds is None and not obj.contains_mm_input():
+        raise ValueError("the prompt has no tokens; give a text or input_ids that are not empty")
     if getattr(obj, "input_ids", None) is not None:
         _check_vocabulary(input_ids, manager.model_config.vocab_size)
+    if hints.forged(obj.sampling_params):
+        raise ValueError(f"custom_params.{hints.FIELD} is set by the server; leave it out")
     try:
         _check_declaration(manager, obj, tokens)
     except spans.SpanError as error:
-        if not endpoints.drop_hint(obj.sampling_params):
+        if not hints.drop(obj.sampling_params):
             raise
         ignored.count(manager, "request", str(error))
     return result
@@ -225,7 +230,7 @@ def accept(scheduler: Any, req: Any, *args: Any, **kwargs: Any) -> None:
     refusal: str | None = getattr(scheduler, "tessera_refusal", None)
     if found is not None:
         refusal = found.settings.refusal
-    if refusal is not None and endpoints.drop_hint(req.sampling_params):
+    if refusal is not None and hints.drop(req.sampling_params):
         ignored.count(None, "refused", refusal)
     if found is not None:
         found.accept(req)
@@ -288,19 +293,19 @@ HOOKS = (
         HookType.AFTER,
         check_on_arrival,
     ),
-    Hook(f"{_TOKENIZER}._tokenize_one_request", HookType.AROUND, endpoints.tokenize),
+    Hook(f"{_TOKENIZER}._tokenize_one_request", HookType.AROUND, generate.tokenize),
     Hook(
         f"{_TOKENIZER}._should_use_batch_tokenization",
         HookType.AROUND,
-        endpoints.tokenize_in_batches,
+        generate.tokenize_in_batches,
     ),
-    Hook(f"{_CHAT}.handle_request", HookType.AROUND, endpoints.chat_arrives),
-    Hook(f"{_CHAT}._convert_to_internal_request", HookType.AROUND, endpoints.convert),
-    Hook(f"{_CHAT}._render_and_encode_chat_template", HookType.AROUND, endpoints.render),
+    Hook(f"{_CHAT}.handle_request", HookType.AROUND, chat.chat_arrives),
+    Hook(f"{_CHAT}._convert_to_internal_request", HookType.AROUND, chat.convert),
+    Hook(f"{_CHAT}._render_and_encode_chat_template", HookType.AROUND, chat.render),
     Hook(
         "sglang.srt.entrypoints.anthropic.serving.AnthropicServing.handle_messages",
         HookType.AROUND,
-        endpoints.messages_arrive,
+        anthropic.messages_arrive,
     ),
     Hook(f"{_SCHEDULER}._add_request_to_queue", HookType.BEFORE, accept),
     Hook(f"{_SCHEDULER}._abort_on_queued_limit", HookType.AROUND, queue_limit),

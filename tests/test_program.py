@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import logging
 import pickle
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from tessera_sglang import SpannedText, span, text_part
+from tessera_sglang import SpannedText, program, span, text_part
 
 
 def test_spans_survive_concatenation_on_both_sides():
@@ -59,3 +63,71 @@ def test_content_parts_for_the_chat_apis():
         "cache_control": {"type": "ephemeral"},
     }
     assert isinstance(span("a"), SpannedText)
+
+
+# --- which servers are sent spans ----------------------------------------------------------------
+
+
+class _Info(BaseHTTPRequestHandler):
+    """Answers ``/server_info`` with what the test wants to be answered."""
+
+    def do_GET(self) -> None:
+        self.server.asked += 1
+        status, body = self.server.answer
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def info() -> Iterator[HTTPServer]:
+    server = HTTPServer(("127.0.0.1", 0), _Info)
+    server.asked = 0
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    program._serves.clear()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+def _sent(info: HTTPServer) -> object:
+    """What a program's request becomes."""
+    url = f"http://127.0.0.1:{info.server_port}/generate"
+    request = {"text": "a" + span("bc"), "sampling_params": {"max_new_tokens": 1}}
+    return program._declared(url, request, {})["sampling_params"].get("custom_params")
+
+
+SPANS = {"tessera": {"text_spans": [[1, 3]]}}
+
+
+def _state(spans: object) -> str:
+    return json.dumps({"internal_states": [{"tessera": {"spans": spans}}]})
+
+
+def test_a_server_with_tessera_gets_spans_and_is_asked_once(info):
+    info.answer = 200, _state({"refused": None})
+    assert [_sent(info), _sent(info)] == [SPANS, SPANS]
+    assert info.asked == 1
+
+
+@pytest.mark.parametrize("body", [_state({"refused": "the model"}), '{"internal_states": [{}]}'])
+def test_a_server_without_spans_gets_plain_text_and_one_warning(info, body, caplog):
+    info.answer = 200, body
+    with caplog.at_level(logging.WARNING):
+        assert [_sent(info), _sent(info)] == [None, None]
+    assert len(caplog.records) == 1
+
+
+@pytest.mark.parametrize(
+    "answer", [(404, "<html>"), (503, "{}"), (401, "{}"), (200, "[1]"), (200, "<html>")]
+)
+def test_a_server_that_does_not_say_gets_them_and_is_asked_again(info, answer):
+    info.answer = answer
+    assert _sent(info) == SPANS
+    info.answer = 200, _state({"refused": "the model"})
+    assert _sent(info) is None

@@ -19,6 +19,7 @@ from tessera_sglang.verify.figures import (
     entropy_nats,
     kl_nats,
     mean_nll_nats,
+    same_choices,
     summarize,
 )
 from tessera_sglang.verify.report import config_line
@@ -32,7 +33,7 @@ from tessera_sglang.verify.settings import (
     parse_root_text,
     parse_roots,
 )
-from tessera_sglang.verify.verdict import LEAST_AGREEMENT, judge, passes, short, unsure
+from tessera_sglang.verify.verdict import CHOICE_MARGIN, judge, passes, short, unsure
 
 
 def logs(**probabilities: float) -> dict[int, float]:
@@ -109,6 +110,12 @@ def test_agreement_ends_at_the_first_difference(
     assert agreed_tokens(reference, other) == agreed
 
 
+def test_choices_are_compared_position_by_position() -> None:
+    positions = [logs(a=0.6, b=0.2), logs(a=0.3, b=0.4), logs(a=0.1, b=0.8)]
+    assert same_choices([ord("a"), ord("a"), ord("b")], positions) == 2
+    assert same_choices([ord("b"), ord("a"), ord("a")], positions) == 0
+
+
 # --- summaries -----------------------------------------------------------------------------------
 
 ONE = PromptFigures(
@@ -116,6 +123,7 @@ ONE = PromptFigures(
     kl_nats=(0.1, 0.3, 0.2),
     nll_nats=1.0,
     full_nll_nats=0.5,
+    same_choices=2,
     agreed_tokens=1,
     reference_tokens=3,
     prompt_tokens=100,
@@ -127,6 +135,7 @@ OTHER = PromptFigures(
     kl_nats=(0.0,),
     nll_nats=3.0,
     full_nll_nats=1.5,
+    same_choices=1,
     agreed_tokens=1,
     reference_tokens=1,
     prompt_tokens=300,
@@ -141,6 +150,7 @@ def test_a_summary_weighs_tokens_for_divergence_and_prompts_for_agreement() -> N
     assert found.worst == Worst(0.3, "a:1", 1)
     assert found.nll_nats == pytest.approx((3 * 1.0 + 3.0) / 4)
     assert found.full_nll_nats == pytest.approx((3 * 0.5 + 1.5) / 4)
+    assert found.same_choice == pytest.approx(3 / 4)
     assert found.agreement == pytest.approx((1 / 3 + 1) / 2)
     assert (found.prompt_tokens, found.cold_computed_tokens) == (400, 390)
     assert found.saved == pytest.approx(0.75)
@@ -153,24 +163,36 @@ BASE = Summary(
     worst=Worst(0.5, "a:1", 0),
     nll_nats=0.4,
     full_nll_nats=0.3,
-    agreement=0.9,
+    same_choice=0.9,
+    agreement=0.6,
     prompt_tokens=1000,
     cold_computed_tokens=1000,
     warm_computed_tokens=300,
 )
-SERVERS = Setting(SERVER, None)
+SERVERS, FULLS = Setting(SERVER, None), Setting(FULL, None)
 
 
 def test_both_bars_must_be_held() -> None:
-    assert passes(replace(BASE, mean_kl_nats=0.05), 0.05)
-    assert not passes(replace(BASE, mean_kl_nats=0.0501), 0.05)
-    assert passes(replace(BASE, agreement=LEAST_AGREEMENT), 0.05)
-    assert not passes(replace(BASE, agreement=LEAST_AGREEMENT - 0.01), 0.05)
+    assert passes(replace(BASE, mean_kl_nats=0.05), 0.05, 0.9)
+    assert not passes(replace(BASE, mean_kl_nats=0.0501), 0.05, 0.9)
+    assert not passes(BASE, 0.05, 0.91)
+    assert passes(replace(BASE, agreement=0.0), 0.05, 0.9), "chance decides about that"
+
+
+def test_the_floor_is_what_full_attention_does_to_itself() -> None:
+    floor = replace(BASE, same_choice=0.97)
+    near = replace(BASE, same_choice=0.97 - CHOICE_MARGIN)
+    found = judge({FULLS: floor, SERVERS: near}, 0.05)
+    assert found.server_passes
+    assert found.least_same_choice == pytest.approx(0.87)
+    far = replace(BASE, same_choice=0.86)
+    assert not judge({FULLS: floor, SERVERS: far}, 0.05).server_passes
 
 
 def test_the_cheapest_that_passes_is_recommended() -> None:
     cheap, dear = Setting("none", 0), Setting("auto", 2)
     summaries = {
+        FULLS: BASE,
         SERVERS: BASE,
         cheap: replace(BASE, warm_computed_tokens=90, mean_kl_nats=0.2),
         Setting("auto", 0): replace(BASE, warm_computed_tokens=100, mean_kl_nats=0.04),
@@ -187,23 +209,24 @@ def test_the_cheapest_that_passes_is_recommended() -> None:
 
 def test_of_equals_the_smaller_divergence_and_a_setting_with_a_name() -> None:
     none, auto = Setting("none", 1), Setting("auto", 1)
-    summaries = {SERVERS: BASE, none: replace(BASE, mean_kl_nats=0.02), auto: BASE}
+    summaries = {FULLS: BASE, SERVERS: BASE, none: replace(BASE, mean_kl_nats=0.02), auto: BASE}
     assert judge(summaries, 0.05).recommended == auto
-    noise = {SERVERS: BASE, auto: replace(BASE, mean_kl_nats=0.013)}
+    noise = {FULLS: BASE, SERVERS: BASE, auto: replace(BASE, mean_kl_nats=0.013)}
     assert judge(noise, 0.05).recommended == auto
-    assert judge({SERVERS: BASE}, 0.05).recommended == SERVERS
+    assert judge({FULLS: BASE, SERVERS: BASE}, 0.05).recommended == SERVERS
 
 
 def test_where_nothing_passes_nothing_is_recommended() -> None:
-    found = judge({Setting(FULL, None): BASE, SERVERS: replace(BASE, agreement=0.1)}, 0.05)
+    found = judge({FULLS: BASE, SERVERS: replace(BASE, same_choice=0.1)}, 0.05)
     assert found.recommended is None
     assert not found.server_passes
     assert found.passing == ()
 
 
 def test_an_unsure_model_and_short_answers_are_warned_of() -> None:
-    assert unsure(0.4) is None
-    assert "3.20 nats" in str(unsure(3.2))
+    assert unsure(1.5, 3.0) is None
+    assert "3.20 nats" in str(unsure(3.2, 2.0))
+    assert "5.60 nats" in str(unsure(0.4, 5.6))
     assert short(24.0) is None
     assert "after 1.5 tokens" in str(short(1.5))
 

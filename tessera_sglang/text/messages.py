@@ -20,22 +20,28 @@ class Weaving:
     """Marks put into somebody's messages, and how to take them out again."""
 
     marks: Marks = field(default_factory=Marks.drawn)
-    tool_names: frozenset[str] | None = frozenset()  # None: all
+    tool_names: frozenset[str] | None = frozenset()  # that are spans; None: all
+    numbers: int = 0  # given out
     _undo: list[tuple[Any, str, str]] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         """Whether anything is marked."""
-        return bool(self._undo) or self.tool_names is None or bool(self.tool_names)
+        return bool(self.numbers) or self.tool_names is None or bool(self.tool_names)
 
     def around(self, holder: Any, name: str) -> None:
         """Mark the text that ``holder`` has under ``name``, a key or an attribute, unless it is."""
         text = get(holder, name)
-        if self.marks.opening in text:
+        if self.marks.nonce in text:
             return
-        marked = self.marks.around(text)
+        marked = self.marks.around(text, self.numbers)
         if marked != text:
+            self.numbers += 1
             self._undo.append((holder, name, text))
             put(holder, name, marked)
+
+    def declares(self, tool: Any) -> bool:
+        """Whether a tool is a span."""
+        return self.tool_names is None or get(function_of(tool), "name") in self.tool_names
 
     def undo(self) -> None:
         """Everything as it was."""

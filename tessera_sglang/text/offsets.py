@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from tessera_sglang.config import MAX_SPANS
+
 from .marks import Piece
 
 FIELD = "custom_params.tessera.text_spans"
@@ -23,6 +25,10 @@ def cut(text: str, raw: Any) -> tuple[Piece, ...]:
     """
     if not isinstance(raw, list | tuple):
         raise ValueError(f"{FIELD} must be a list of [start, end] pairs, got {raw!r:.60}")
+    if len(raw) > MAX_SPANS:
+        raise ValueError(
+            f"{FIELD}[{MAX_SPANS}]: {len(raw)} spans, but a request may declare at most {MAX_SPANS}"
+        )
     pieces: list[Piece] = []
     at = 0
     for number, entry in enumerate(raw):

@@ -13,7 +13,13 @@ from weakref import WeakKeyDictionary
 
 from .marks import Piece
 
-ANCHOR = "\n"  # a character that tokenizers do not merge with letters behind it
+# Put before a text and taken off again, where a tokenizer would put a space there. Of several, since a
+# vocabulary may merge one of them with what follows.
+ANCHORS = ("\n", ".", "0", ")", "a")
+
+
+class CutError(ValueError):
+    """The tokenizer can not encode a text in pieces that spell the same text."""
 
 
 class Tokenizer(Protocol):
@@ -52,6 +58,9 @@ def encode(
 
     With ``special_tokens`` the prompt as a whole gets those that the tokenizer adds to a text. The
     text that the ids spell is that of the pieces, one behind the other.
+
+    Raises:
+        CutError: the tokenizer can not begin inside a text.
     """
     habits = _habits_of(tokenizer)
     ids: list[int] = list(habits.before) if special_tokens else []
@@ -79,12 +88,16 @@ def encode(
 def _encode(tokenizer: Tokenizer, text: str, habits: _Habits, *, inside: bool) -> list[int]:
     """Ids of a text without special tokens; ``inside`` a prompt also without a leading space."""
     options = {"add_special_tokens": False} if habits.says_so else {}
-    if inside and habits.leads:
-        anchor = list(tokenizer.encode(ANCHOR, **options))
-        ids = list(tokenizer.encode(ANCHOR + text, **options))
-        if ids[: len(anchor)] == anchor:
-            return ids[len(anchor) :]
-    return list(tokenizer.encode(text, **options))
+    if not (inside and habits.leads):
+        return list(tokenizer.encode(text, **options))
+    for anchor in ANCHORS:
+        before = list(tokenizer.encode(anchor, **options))
+        ids = list(tokenizer.encode(anchor + text, **options))
+        if ids[: len(before)] == before:
+            return ids[len(before) :]
+    raise CutError(
+        f"this tokenizer puts a space before a text, and {text[:20]!r} can not be encoded without"
+    )
 
 
 def _habits_of(tokenizer: Tokenizer) -> _Habits:
@@ -102,8 +115,8 @@ def _observe(tokenizer: Tokenizer) -> _Habits:
         (i for i in range(len(whole)) if whole[i : i + len(bare)] == bare),
         0,
     )
-    anchor = list(tokenizer.encode(ANCHOR, **options))
-    joined = list(tokenizer.encode(ANCHOR + "a", **options))
+    anchor = list(tokenizer.encode(ANCHORS[0], **options))
+    joined = list(tokenizer.encode(ANCHORS[0] + "a", **options))
     return _Habits(
         before=tuple(whole[:start]),
         after=tuple(whole[start + len(bare) :]),

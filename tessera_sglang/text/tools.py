@@ -1,38 +1,53 @@
 """Tool definitions as spans.
 
 Most templates print a definition as JSON: then the span is the whole object, from brace to brace. Others
-print it in a form of their own: then it runs from the tool's name to its last description.
+print it in a form of their own: then it runs from the first to the last of its name and descriptions.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .marks import Marks
+from .marks import Marks, Region
 
-_CANDIDATES = 64  # opening braces before a tool's name that are tried as the start of its JSON
-
-
-def mark(tools: Sequence[Any], marks: Marks, names: frozenset[str] | None) -> list[Any]:
-    """Copies of the definitions, those called by ``names`` (None: all of them) with marks inside."""
-    return [_marked(tool, marks, names) for tool in tools]
+# How far an object's first brace is searched for, in braces and in characters decoded on the way: a
+# definition that buries its first description deeper is a span without its first few fields.
+_MOST_BRACES = 256
+_MOST_CHARACTERS = 1 << 20
 
 
-def locate(text: str, marks: Marks, tools: Sequence[Any]) -> list[tuple[int, int]]:
-    """Where marked definitions stand as JSON in a rendered text."""
-    known = [form for tool in tools for form in _forms(tool)]
+def mark(tools: Sequence[Any], marks: Marks, first: int) -> list[Any]:
+    """Copies of the definitions, numbered from ``first``: names and descriptions are marked."""
+    copies = [copy.deepcopy(tool) for tool in tools]  # one by one: they may share parts
+    for number, tool in enumerate(copies, start=first):
+        for holder, key in _leaves(function_of(tool)):
+            holder[key] = marks.around(holder[key], number)
+    return copies
+
+
+def whole(text: str, region: Region, tool: Any) -> tuple[int, int]:
+    """A marked definition in a rendered text: the JSON object around its marks, or its marks."""
+    known = _forms(tool)
     decoder = json.JSONDecoder()
-    found: list[tuple[int, int]] = []
-    at = text.find(marks.tool)
-    while at >= 0:
-        place = _object_around(text, at, decoder, known)
-        if place is not None:
-            found.append(place)
-        at = text.find(marks.tool, at + 1 if place is None else place[1])
-    return found
+    best: tuple[int, int] | None = None
+    brace, decoded = region.start, 0
+    for _ in range(_MOST_BRACES):
+        brace = text.rfind("{", 0, brace)
+        if brace < 0 or decoded > _MOST_CHARACTERS:
+            break
+        try:
+            value, end = decoder.raw_decode(text, brace)
+        except (ValueError, RecursionError):
+            continue
+        decoded += end - brace
+        if end >= region.end and value in known:
+            best = brace, end
+        elif end >= region.end and best is not None:
+            break  # something larger than the definition
+    return best or (region.start, region.end)
 
 
 def function_of(tool: Any) -> Any:
@@ -41,55 +56,25 @@ def function_of(tool: Any) -> Any:
     return function if isinstance(function, dict) else tool
 
 
-def _marked(tool: Any, marks: Marks, names: frozenset[str] | None) -> Any:
-    name = function_of(tool).get("name") if isinstance(tool, dict) else None
-    if not isinstance(name, str) or (names is not None and name not in names):
-        return tool
-    tool = copy.deepcopy(tool)
-    function = function_of(tool)
-    function["name"] = marks.tool + name
-    holder = _last_description(function)
-    if holder is not None:
-        holder["description"] += marks.closing
-    return tool
+def _leaves(function: Any) -> Iterator[tuple[dict[str, Any], str]]:
+    """The texts that templates print as they are: the name and all descriptions."""
+    if isinstance(function, dict) and isinstance(function.get("name"), str):
+        yield function, "name"
+    yield from _descriptions(function)
 
 
-def _last_description(value: Any) -> dict[str, Any] | None:
-    """The innermost object that holds the last description in the order of the definition."""
-    last: dict[str, Any] | None = None
+def _descriptions(value: Any) -> Iterator[tuple[dict[str, Any], str]]:
     if isinstance(value, dict):
         for key, inner in value.items():
-            if key == "description" and isinstance(inner, str) and inner:
-                last = value
+            if key == "description" and isinstance(inner, str):
+                yield value, key
             else:
-                last = _last_description(inner) or last
+                yield from _descriptions(inner)
     elif isinstance(value, list):
         for inner in value:
-            last = _last_description(inner) or last
-    return last
+            yield from _descriptions(inner)
 
 
 def _forms(tool: Any) -> list[Any]:
     function = function_of(tool)
     return [tool] if function is tool else [tool, function]
-
-
-def _object_around(
-    text: str, at: int, decoder: json.JSONDecoder, known: Sequence[Any]
-) -> tuple[int, int] | None:
-    """The outermost JSON object around ``at`` that is one of the definitions."""
-    best: tuple[int, int] | None = None
-    brace = at
-    for _ in range(_CANDIDATES):
-        brace = text.rfind("{", 0, brace)
-        if brace < 0:
-            break
-        try:
-            value, end = decoder.raw_decode(text, brace)
-        except (ValueError, RecursionError):
-            continue
-        if end <= at:
-            break  # an object before ours: nothing further out can be ours alone
-        if value in known:
-            best = brace, end
-    return best

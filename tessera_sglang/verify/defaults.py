@@ -41,10 +41,13 @@ def prompts(encoder: Encoder) -> list[Prompt]:
 def _in_template(tokenizer: Any, question: Question) -> tuple[Piece, ...]:
     """As one message of the user, cut where marks came through the template."""
     marks = Marks.drawn()
-    texts = [question.preamble, *map(marks.around, map(passage, question.passages))]
-    message = {"role": "user", "content": "\n\n".join([*texts, question.question])}
+    marked = [marks.around(passage(name), number) for number, name in enumerate(question.passages)]
+    message = {
+        "role": "user",
+        "content": "\n\n".join([question.preamble, *marked, question.question]),
+    }
     text = str(tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True))
-    return marks.cut(text, list(marks.pairs(text)))
+    return marks.cut(text, [(region.start, region.end) for region in marks.regions(text)])
 
 
 def _plain(question: Question) -> Iterator[Piece]:

@@ -31,6 +31,7 @@ class PromptFigures:
     kl_nats: tuple[float, ...]
     nll_nats: float  # of the reference continuation, mean over its tokens
     full_nll_nats: float
+    same_choices: int  # positions at which the most probable token is the reference's
     agreed_tokens: int  # that both greedy continuations begin with
     reference_tokens: int
     prompt_tokens: int
@@ -45,12 +46,13 @@ class PromptFigures:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """All prompts under one setting. Means are over tokens, agreement over prompts."""
+    """All prompts under one setting. Means and choices are over tokens, agreement over prompts."""
 
     mean_kl_nats: float
     worst: Worst
     nll_nats: float
     full_nll_nats: float
+    same_choice: float
     agreement: float
     prompt_tokens: int
     cold_computed_tokens: int
@@ -90,6 +92,14 @@ def mean_nll_nats(logprobs: Sequence[float]) -> float:
     return -sum(logprobs) / len(logprobs)
 
 
+def same_choices(reference: Sequence[int], positions: Sequence[Logprobs]) -> int:
+    """At how many positions the token of the reference is the most probable of those known."""
+    return sum(
+        known[token] >= max(known.values())
+        for token, known in zip(reference, positions, strict=True)
+    )
+
+
 def agreed_tokens(reference: Sequence[int], other: Sequence[int]) -> int:
     """How many tokens both begin with."""
     pairs = zip(reference, other, strict=False)
@@ -107,6 +117,7 @@ def summarize(figures: Sequence[PromptFigures]) -> Summary:
         worst=max(positions, key=lambda at: at.kl_nats),
         nll_nats=sum(one.nll_nats * one.reference_tokens for one in figures) / tokens,
         full_nll_nats=sum(one.full_nll_nats * one.reference_tokens for one in figures) / tokens,
+        same_choice=sum(one.same_choices for one in figures) / tokens,
         agreement=sum(one.agreement for one in figures) / len(figures),
         prompt_tokens=sum(one.prompt_tokens for one in figures),
         cold_computed_tokens=sum(one.cold_computed_tokens for one in figures),

@@ -25,11 +25,13 @@ from .figures import (
     entropy_nats,
     kl_nats,
     mean_nll_nats,
+    same_choices,
 )
 from .prompts import Prompt, Spans
 from .settings import Setting
 
 TOP = 20  # most probable tokens of full attention that are compared one by one
+TEXT_TOKENS = 64  # at the end of a prompt: does the model know what it reads?
 WORKERS = 4  # requests at a time
 
 _T = TypeVar("_T")
@@ -42,6 +44,7 @@ class Reference:
 
     tokens: tuple[int, ...]  # its greedy continuation
     scored: Scored  # of the continuation
+    text_logprobs: tuple[float, ...]  # of the prompt's last tokens, nats
 
     @property
     def entropies(self) -> tuple[float, ...]:
@@ -61,6 +64,12 @@ class Measured:
         """Of full attention's next token, over all positions of all references."""
         found = [nats for reference in self.references for nats in reference.entropies]
         return sum(found) / len(found)
+
+    @property
+    def text_nll_nats(self) -> float:
+        """Of the ends of the prompts, mean over their tokens."""
+        found = [nats for reference in self.references for nats in reference.text_logprobs]
+        return mean_nll_nats(found) if found else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,19 +105,25 @@ class Meter:
 
     def _reference(self, prompt: Prompt, progress: Progress) -> Reference:
         salt = f"{self.run}/reference/{prompt.where}"
+        start = max(len(prompt.tokens) - TEXT_TOKENS, 1)
+        text = len(prompt.tokens) - start
         try:
             reply = self.client.greedy(prompt.tokens, None, salt=salt, new_tokens=self.new_tokens)
             scored = self.client.score(
                 (*prompt.tokens, *reply.tokens),
                 None,
                 salt=salt,
-                start=len(prompt.tokens),
+                start=start,
                 top=TOP,
             )
         except ServerError as error:
             raise ServerError(f"{prompt.where}, full attention: {error}") from error
         progress()
-        return Reference(reply.tokens, scored)
+        return Reference(
+            reply.tokens,
+            Scored(scored.chosen[text:], scored.top[text:], ()),
+            scored.chosen[:text],
+        )
 
     def _figures(
         self, setting: Setting, prompt: Prompt, reference: Reference, progress: Progress
@@ -128,7 +143,7 @@ class Meter:
                 _declared(_with_a_tail(prompt), setting),
                 salt=salt,
                 start=len(prompt.tokens),
-                of=sorted({token for known in reference.scored.top for token in known}),
+                of=_to_compare(reference),
             )
         except ServerError as error:
             raise ServerError(f"{prompt.where}, {setting.name}: {error}") from error
@@ -138,6 +153,7 @@ class Meter:
             kl_nats=_divergences(reference.scored.top, scored.of),
             nll_nats=mean_nll_nats(scored.chosen),
             full_nll_nats=mean_nll_nats(reference.scored.chosen),
+            same_choices=same_choices(reference.tokens, scored.of),
             agreed_tokens=agreed_tokens(reference.tokens, warm.tokens),
             reference_tokens=len(reference.tokens),
             prompt_tokens=len(prompt.tokens),
@@ -145,6 +161,12 @@ class Meter:
             cold_computed_tokens=cold.computed_tokens - (len(other) - len(prompt.tokens)),
             warm_computed_tokens=warm.computed_tokens,
         )
+
+
+def _to_compare(reference: Reference) -> list[int]:
+    """The tokens that full attention finds probable anywhere in its answer, and the answer's own."""
+    probable = {token for known in reference.scored.top for token in known}
+    return sorted(probable.union(reference.tokens))
 
 
 def _declared(spans: Spans, setting: Setting) -> Declared | None:

@@ -6,7 +6,7 @@ import argparse
 import urllib.parse
 
 from .settings import parse_link_pages, parse_root_text, parse_roots
-from .verdict import LEAST_AGREEMENT, THRESHOLD_NATS
+from .verdict import CHOICE_MARGIN, THRESHOLD_NATS
 
 DESCRIPTION = """\
 Asks a server the same prompts with and without spans and compares what the model makes of them:
@@ -56,8 +56,9 @@ def add(parser: argparse.ArgumentParser) -> None:
         type=_nats,
         default=THRESHOLD_NATS,
         metavar="NATS",
-        help="largest mean KL that passes (default %(default)s); greedy answers must also agree over "
-        f"{round(100 * LEAST_AGREEMENT)} percent of their length on average",
+        help="largest mean KL that passes (default %(default)s); the most probable token must also be "
+        f"full attention's at no more than {round(100 * CHOICE_MARGIN)} percent fewer positions than in "
+        "a second run of full attention",
     )
     parser.add_argument(
         "--tokenizer", help="path or name (default: the server's); for prompts of text"

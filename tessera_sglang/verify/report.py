@@ -35,7 +35,7 @@ class Report:
     def warnings(self) -> list[str]:
         """What makes the figures doubtful."""
         lengths = [len(one.tokens) for one in self.measured.references]
-        found = [judging.unsure(self.measured.mean_entropy_nats)]
+        found = [judging.unsure(self.measured.mean_entropy_nats, self.measured.text_nll_nats)]
         if self.new_tokens >= judging.SHORT_TOKENS:
             found.append(judging.short(sum(lengths) / len(lengths)))
         if all(one.saved <= self.full.saved for one in self.spans.values()):
@@ -76,6 +76,7 @@ def _table(report: Report) -> tables.Table:
             f"{one.mean_kl_nats:.4f}",
             f"{one.worst.kl_nats:.3f}",
             f"{one.nll_nats:.3f}",
+            f"{one.same_choice:.0%}",
             f"{one.agreement:.0%}",
             f"{one.cold_computed_tokens:,}",
             f"{one.warm_computed_tokens:,}",
@@ -84,8 +85,22 @@ def _table(report: Report) -> tables.Table:
         )
         for setting, one in report.summaries.items()
     ]
-    header = ("root", "link pages", "KL mean", "worst", "NLL", "agree", "cold", "warm", "saved", "")
-    return tables.Table("Spans against full attention", header, tuple(rows), left=frozenset({0, 9}))
+    header = (
+        "root",
+        "link pages",
+        "KL mean",
+        "worst",
+        "NLL",
+        "choice",
+        "agree",
+        "cold",
+        "warm",
+        "saved",
+        "",
+    )
+    return tables.Table(
+        "Spans against full attention", header, tuple(rows), left=frozenset({0, 10})
+    )
 
 
 def _word(setting: Setting, verdict: Verdict) -> str:
@@ -110,8 +125,8 @@ def _legend(report: Report) -> Iterator[str]:
         "run of itself: the floor."
     )
     yield (
-        "NLL: of full attention's greedy continuation, nats a token. Agree: the share of it that the "
-        "greedy answer begins with."
+        "NLL: of full attention's greedy continuation, nats a token. Choice: the share of its tokens "
+        "that are the most probable ones. Agree: the share of it that a greedy answer begins with."
     )
     yield (
         "Cold, warm: prompt tokens computed by the first reader of the spans, and by one who meets "
@@ -125,8 +140,8 @@ def _verdict(report: Report) -> Iterator[str]:
     for text in report.warnings:
         yield f"Warning: {text}"
     yield (
-        f"Passes: mean KL of at most {found.threshold_nats:g} nats, and agreement of at least "
-        f"{found.least_agreement:.0%}."
+        f"Passes: mean KL of at most {found.threshold_nats:g} nats, and choice of at least "
+        f"{found.least_same_choice:.0%}, {judging.CHOICE_MARGIN:.0%} below full attention's second run."
     )
     yield (
         f"The server's own settings (link_pages {report.state.link_pages}, a root of "
@@ -162,6 +177,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "top_tokens": TOP,
         "full_attention": {
             "mean_entropy_nats": report.measured.mean_entropy_nats,
+            "text_nll_nats": report.measured.text_nll_nats,
             **_figures(report, *_full(report)),
             "continuations": [list(one.tokens) for one in report.measured.references],
         },
@@ -178,7 +194,7 @@ def as_json(report: Report) -> dict[str, Any]:
         "warnings": report.warnings,
         "verdict": {
             "threshold_nats": found.threshold_nats,
-            "least_agreement": found.least_agreement,
+            "least_same_choice": found.least_same_choice,
             "passing": list(found.passing),
             "server_passes": found.server_passes,
             "recommended": None if chosen is None else chosen.config,

@@ -16,6 +16,7 @@ from typing import Any
 import anthropic
 import openai
 import pytest
+import requests
 import sglang as sgl
 from server import Server
 
@@ -207,6 +208,43 @@ def test_a_final_assistant_message_is_continued_without_marks(client: openai.Ope
     assert plain.usage.prompt_tokens > 1_000
 
 
+def test_marks_that_do_not_fit_are_ordinary_text(client: openai.OpenAI, server: Server) -> None:
+    assert _chat(client, "x", _document(8, 16_330), "y").usage.prompt_tokens > 16_330
+    assert "does not fit" in server.log()
+
+
+def test_settings_of_a_request_are_checked_whether_a_span_is_found_or_not(
+    client: openai.OpenAI,
+) -> None:
+    def ask(document: str, tessera: Any, **custom: Any) -> Any:
+        extra = {"custom_params": {"tessera": tessera, **custom}}
+        return _chat(client, "x", document, "y", extra_body=extra)
+
+    assert ask("short", {"link_pages": 0}).usage.prompt_tokens < PAGE
+    for document in ("short", _document(9)):
+        for tessera, message in (
+            ("x", "custom_params.tessera must be an object"),
+            ({"link_pages": "x"}, "link_pages must be a whole number"),
+            ({"bogus": 1}, "unknown key 'bogus'"),
+        ):
+            with pytest.raises(openai.BadRequestError, match=message):
+                ask(document, tessera)
+    with pytest.raises(openai.BadRequestError, match="tessera_hint is set by the server"):
+        ask("short", None, tessera_hint="x")
+
+
+def test_a_body_too_deep_to_be_read_again_is_served_without_marks(server: Server) -> None:
+    deep = "[" * 1500 + "]" * 1500
+    content = json.dumps([text_part("x")])
+    messages = f'[{{"role": "user", "content": {content}}}]'
+    body = f'{{"model": "m", "max_tokens": 2, "x": {deep}, "messages": {messages}}}'
+    headers = {"Content-Type": "application/json"}
+    url = f"{server.url}/v1/chat/completions"
+    plain = requests.post(url, data=body.replace("cache_control", "x"), headers=headers, timeout=60)
+    marked = requests.post(url, data=body, headers=headers, timeout=60)
+    assert marked.status_code == plain.status_code
+
+
 # --- Anthropic -----------------------------------------------------------------------------------
 
 
@@ -367,6 +405,13 @@ def test_generate_a_megabyte_is_refused_for_its_length_and_nothing_else_happens(
     assert _generate(server, "Some text.", []).status_code == 200
 
 
+def test_an_empty_prompt_is_a_400_and_the_server_lives(server: Server) -> None:
+    for body in ({"text": ""}, {"input_ids": []}):
+        answer = server.post("/generate", {**body, "sampling_params": {"max_new_tokens": 2}})
+        assert answer.status_code == 400, body
+    assert server.alive()
+
+
 def test_curl_gets_a_hit(server: Server) -> None:
     document = _document(25)
 
@@ -421,8 +466,8 @@ def _asked(s: Any, role: str, document: str) -> None:
 
 
 @sgl.function
-def _chosen(s: Any, role: str, document: str) -> None:
-    s += role + span(document) + "\nIt is "
+def _chosen(s: Any, role: str, document: str, between: str = "\nIt is ") -> None:
+    s += role + span(document) + between
     s += sgl.select("choice", choices=["the keeper", "nobody"])
 
 
@@ -455,6 +500,11 @@ def test_a_program_selects_behind_a_span(server: Server, endpoint: sgl.RuntimeEn
     before = server.state()["traffic"]["span_hit"]
     again = _chosen.run(role="You judge once more. ", document=document, backend=endpoint)
     assert again["choice"] in ("the keeper", "nobody")
+    for between in ("", "x"):  # SGLang asks for the log-probabilities of the last two tokens
+        close = _chosen.run(
+            role="You judge. ", document=document, between=between, backend=endpoint
+        )
+        assert close["choice"] in ("the keeper", "nobody")
     assert server.state()["traffic"]["span_hit"] - before >= _shared(document)
 
 

@@ -148,12 +148,12 @@ def test_the_servers_settings_are_those_of_the_same_name(measured: dict[str, Any
 def test_full_attention_agrees_with_itself(measured: dict[str, Any]) -> None:
     full = measured["full_attention"]["summary"]
     assert full["worst"]["kl_nats"] < KL_TOLERANCE
-    assert full["agreement"] == 1
+    assert full["agreement"] == full["same_choice"] == 1
     assert full["nll_nats"] == pytest.approx(full["full_nll_nats"], abs=KL_TOLERANCE)
 
 
 def test_random_weights_are_warned_of(measured: dict[str, Any]) -> None:
-    assert measured["full_attention"]["mean_entropy_nats"] > 1.5, "nothing was learned"
+    assert measured["full_attention"]["text_nll_nats"] > 5, "nothing was learned"
     assert any("mean nothing" in text for text in measured["warnings"])
 
 
@@ -204,7 +204,7 @@ def test_a_table_a_verdict_and_a_line_to_copy(server: Server, prompts: Path) -> 
     assert strict.returncode == 1
     assert "No setting passes: do not declare spans" in strict.stdout
     assert "full attention" in strict.stdout
-    assert "Warning: full attention itself is unsure" in strict.stdout
+    assert "Warning: this looks like random weights" in strict.stdout
     assert "\r" not in strict.stderr, "no progress bar in a pipe"
 
 

@@ -89,13 +89,54 @@ def _marked_inside() -> dict[str, object]:
     return {**TOOL, "function": {**TOOL["function"], "cache_control": EPHEMERAL}}
 
 
-def test_a_tool_in_a_form_of_its_own_is_a_span_up_to_its_last_description():
+def test_a_tool_in_a_form_of_its_own_is_a_span_from_its_first_text_to_its_last():
     tokenizer = byte_level(bos=False, template=FORM_TEMPLATE)
     messages = [{"role": "user", "content": "Go."}]
     tools = [TOOL | {"cache_control": EPHEMERAL}]
     prompt, spans = _texts(tokenizer, messages, tools)
-    assert spans == ["open_gate = (when: string, // The hour."]
+    assert spans == [
+        "Opens the gate {of the keeper}.\ntype open_gate = (when: string, // The hour."
+    ]
     assert prompt == _stock(tokenizer, messages, tools)
+
+
+def test_a_definition_is_found_whatever_stands_before_its_name():
+    tokenizer = byte_level(bos=True, template=JSON_TEMPLATE)
+    properties = {f"p{i}": {"type": "object", "x": {"{": "}"}} for i in range(40)}
+    for description in ('Takes {"a": {}} and {}.', "{" * 100, '"}]}', "{}"):
+        function = {
+            "description": description,
+            "parameters": {"type": "object", "properties": properties},
+            "name": "open_gate",
+        }
+        tools = [{"type": "function", "function": function, "cache_control": EPHEMERAL}]
+        _, (span,) = _texts(tokenizer, [{"role": "user", "content": "Go."}], tools)
+        assert json.loads(span) == tools[0]
+
+
+def test_an_unmarked_tool_between_marked_ones_is_in_no_span():
+    template = (
+        "{% for t in tools %}{{ t.function.description }}:{{ t.function.name }};{% endfor %}"
+        "{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    tokenizer = byte_level(bos=True, template=template)
+    tools = [
+        {"function": {"name": f"n{i}", "description": f"The gate opens at {i}."}} for i in range(3)
+    ]
+    tools[0]["cache_control"] = tools[2]["cache_control"] = EPHEMERAL
+    _, spans = _texts(tokenizer, [{"role": "user", "content": "Go."}], tools)
+    assert spans == ["The gate opens at 0.:n0", "The gate opens at 2.:n2"]
+
+
+def test_halves_of_two_texts_are_no_span():
+    template = (
+        "{% for m in messages %}{{ m.content.split('|')[0] if loop.first else "
+        "m.content.split('|')[1] }}{% endfor %}"
+    )
+    tokenizer = byte_level(bos=True, template=template)
+    messages = [{"role": "user", "content": f"{TEXTS[0]}|{TEXTS[1]}"} for _ in range(2)]
+    prompt, spans = _texts(tokenizer, messages, every_message=True)
+    assert (prompt, spans) == (TEXTS[0] + TEXTS[1], [])
 
 
 def test_a_template_that_looks_at_how_a_text_begins_is_found_out():
@@ -138,9 +179,9 @@ HOSTILE = st.one_of(
             '"}]',
         ],
     ),
-    st.builds(lambda: Marks.drawn().opening),
-    st.builds(lambda: Marks.drawn().closing + "x"),
-    st.just("tsr" + "0" * 32 + "o"),
+    st.builds(lambda: Marks.drawn().nonce + "o0z"),
+    st.builds(lambda: Marks.drawn().around("x", 0)),
+    st.just("tsr" + "0" * 32 + "c0z"),
 )
 
 

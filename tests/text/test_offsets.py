@@ -33,6 +33,7 @@ def test_a_text_is_cut_at_code_points():
         ([[2, 2]], r"below end"),
         ([[0, 3], [2, 4]], r"text_spans\[1\] starts at 2, before the previous one ends at 3"),
         ([[0, 8]], r"ends past the text, which has 7 characters"),
+        ([[0, 1]] * 257, r"text_spans\[256\]: 257 spans, but a request may declare at most 256"),
     ],
 )
 def test_what_is_wrong_is_named(raw, message):

@@ -6,15 +6,15 @@ import pytest
 from tokenizers_for_tests import TEXTS, byte_level, metaspace
 
 from tessera_sglang.text.marks import Piece
-from tessera_sglang.text.pieces import encode
+from tessera_sglang.text.pieces import CutError, encode
 
 SPAN = TEXTS[1]
 
 
-@pytest.fixture(params=["bare", "bos", "metaspace"])
+@pytest.fixture(params=["bare", "bos", "metaspace", "merging"])
 def tokenizer(request: pytest.FixtureRequest) -> object:
-    if request.param == "metaspace":
-        return metaspace()
+    if request.param in ("metaspace", "merging"):
+        return metaspace(merges_newlines=request.param == "merging")
     return byte_level(bos=request.param == "bos")
 
 
@@ -42,12 +42,15 @@ def test_a_span_has_the_same_ids_behind_any_neighbour(tokenizer):
 
 
 def test_pieces_spell_the_text(tokenizer):
-    pieces = [_plain("The gate"), _span(SPAN), _plain(" day"), _span(TEXTS[0]), _plain("?")]
+    pieces = [
+        *(_plain("The gate"), _span(SPAN), _plain(" day"), _span(TEXTS[0])),
+        *(_plain("\n\nAsk"), _span(SPAN), _plain("?")),
+    ]
     encoded = encode(tokenizer, pieces, page_tokens=4, special_tokens=True)
     text = "".join(piece.text for piece in pieces)
     assert tokenizer.decode(encoded.input_ids, skip_special_tokens=True).lstrip() == text
-    assert len(encoded.spans) == 2
-    for (start, end), wanted in zip(encoded.spans, (SPAN, TEXTS[0]), strict=True):
+    assert len(encoded.spans) == 3
+    for (start, end), wanted in zip(encoded.spans, (SPAN, TEXTS[0], SPAN), strict=True):
         assert tokenizer.decode(encoded.input_ids[start:end]).lstrip() == wanted
 
 
@@ -75,3 +78,14 @@ def test_what_is_too_short_to_share_is_encoded_with_its_neighbours(tokenizer):
     encoded = encode(tokenizer, pieces, page_tokens=64, special_tokens=True)
     assert encoded.spans == []
     assert encoded.input_ids == tokenizer.encode(text)
+
+
+def test_a_tokenizer_that_can_not_begin_inside_a_text_says_so():
+    class Joined:
+        """Gives one token a text, so that no text is the beginning of another."""
+
+        def encode(self, text: str, **options: object) -> list[int]:
+            return [hash(text) % 1000] if text else []
+
+    with pytest.raises(CutError, match="puts a space before a text"):
+        encode(Joined(), [_plain("a"), _span("b" * 9)], page_tokens=1, special_tokens=False)

@@ -43,22 +43,19 @@ def byte_level(*, bos: bool, template: str | None = None) -> PreTrainedTokenizer
     return _wrapped(made, template)
 
 
-def metaspace(template: str | None = None) -> PreTrainedTokenizerFast:
+def metaspace(*, merges_newlines: bool = False) -> PreTrainedTokenizerFast:
     """SentencePiece-like BPE, as Llama 2 has it: a space before every text, and a BOS."""
     made = Tokenizer(models.BPE(unk_token="<unk>"))
-    made.pre_tokenizer = pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split("\n", "isolated"),  # never merged: a byte token in Llama 2
-            pre_tokenizers.Metaspace(prepend_scheme="first"),
-        ]
-    )
+    first = pre_tokenizers.Metaspace(prepend_scheme="first")
+    alone = pre_tokenizers.Split("\n", "isolated")  # a byte token in Llama 2
+    made.pre_tokenizer = first if merges_newlines else pre_tokenizers.Sequence([alone, first])
     made.decoder = decoders.Metaspace()
     trainer = trainers.BpeTrainer(vocab_size=400, special_tokens=["<unk>", "<bos>"])
     made.train_from_iterator(TEXTS, trainer)
     made.post_processor = processors.TemplateProcessing(
         single="<bos> $A", special_tokens=[("<bos>", made.token_to_id("<bos>"))]
     )
-    return _wrapped(made, template)
+    return _wrapped(made, None)
 
 
 def _wrapped(made: Tokenizer, template: str | None) -> PreTrainedTokenizerFast:

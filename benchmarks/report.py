@@ -10,17 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
-import platform
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from tessera_sglang import tables
+from tessera_sglang import machine, tables
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("tessera-sglang", "sglang", "torch", "numpy", "xxhash")
@@ -98,8 +95,8 @@ class Report:
             "figures": self.figures,
             "settings": dict(self.settings),
             "notes": self.notes,
-            "hardware": hardware(),
-            "versions": versions(),
+            "hardware": machine.hardware(),
+            "versions": machine.versions(*PACKAGES),
             "commit": commit(),
         }
 
@@ -118,12 +115,14 @@ class Report:
             ("name", "value", "target", "holds"),
             [(c.name, c.value, c.target, "yes" if c.holds else "NO") for c in self.checks],
         )
-        machine = ", ".join(f"{key} {value}" for key, value in hardware().items() if value)
-        installed = ", ".join(f"{name} {number}" for name, number in versions().items())
+        made_on = ", ".join(f"{key} {value}" for key, value in machine.hardware().items() if value)
+        installed = ", ".join(
+            f"{name} {number}" for name, number in machine.versions(*PACKAGES).items()
+        )
         held = sum(check.holds for check in self.checks)
         return "\n\n".join(
             [
-                f"{self.benchmark}, commit {commit()}\n{machine}\n{installed}",
+                f"{self.benchmark}, commit {commit()}\n{made_on}\n{installed}",
                 *(table.render() for table in self.tables),
                 *(f"Note: {note}" for note in self.notes),
                 checks.render(),
@@ -147,31 +146,6 @@ def progress(message: str) -> None:
     print(message, file=sys.stderr, flush=True)
 
 
-def hardware() -> dict[str, object]:
-    """Processor, cores, memory and accelerator."""
-    found: dict[str, object] = {
-        "cpu": _cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1),
-        "gpu": None,
-    }
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
-    return found
-
-
-def versions() -> dict[str, str]:
-    """Python and the packages that matter."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "absent"
-    return found
-
-
 def commit() -> str:
     """Commit of the checkout, marked ``-dirty`` where tracked files differ; ``unknown`` without git."""
     try:
@@ -184,16 +158,6 @@ def commit() -> str:
         ).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
-
-
-def _cpu_model() -> str:
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    except OSError:
-        pass
-    return platform.processor() or platform.machine()
 
 
 def _rounded(value: float | None) -> float | None:

@@ -115,8 +115,8 @@ def _add_demo(commands: Commands) -> None:
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from .demo.launch import LaunchError
     from .demo.run import DemoError, run
+    from .launch import LaunchError
 
     try:
         return run(text=options.text, agents=options.agents, as_json=options.json)

@@ -372,9 +372,9 @@ def test_arguments_that_we_set_are_refused_behind_the_dashes(argument: str) -> N
 
 
 def environment_of(side: str, **launch: Any) -> tuple[dict[str, str], list[str]]:
-    server = sides.BenchServer(sides.Launch("some/model", 4096, **launch), side)
+    server = sides.server_of(sides.Launch("some/model", 4096, **launch), side)
     server._scratch.cleanup()
-    return server._environment, server._command
+    return server.environment, list(server.command)
 
 
 def test_sides_differ_by_the_index(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,7 +399,9 @@ def test_stock_by_backend_is_sglang_without_the_plugin(monkeypatch: pytest.Monke
     )
     assert "tessera" not in environment["SGLANG_PLUGINS"].split(",")
     assert environment["SGLANG_PLUGINS"], "an empty list would mean all"
-    assert called[-4:] == ["--attention-backend", "fa3", "--tp-size", "2"]
+    named = [called[at + 1] for at, word in enumerate(called) if word == "--attention-backend"]
+    assert named[-1] == "fa3", "the last one counts"
+    assert called[called.index("--tp-size") + 1] == "2"
     environment, called = environment_of(sides.TESSERA, stock_backend="fa3")
     assert "SGLANG_PLUGINS" not in environment
     assert "fa3" not in called

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tessera_sglang.claims import Check, at_least
 from tessera_sglang.config import ConfigError
-from tessera_sglang.demo.launch import LaunchError, signals_raise
+from tessera_sglang.launch import LaunchError, signals_raise
 
 from . import workload as workloads
 from .agents import WORKLOAD, Shape

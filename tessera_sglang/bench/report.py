@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from tessera_sglang import tables
+from tessera_sglang import machine, tables
 from tessera_sglang.claims import Check
 from tessera_sglang.tables import Table
 
@@ -62,8 +59,8 @@ class Report:
             "gain": {figure.name: self.gain(figure) for figure in FIGURES},
             "checks": [dataclasses.asdict(check) for check in self.checks],
             "notes": list(self.notes),
-            "hardware": hardware(),
-            "versions": versions(),
+            "hardware": machine.hardware(),
+            "versions": machine.versions(*_PACKAGES),
         }
 
     def emit(self, *, as_json: bool) -> int:
@@ -113,34 +110,3 @@ def _spread(figure: Figure, side: Side) -> str:
 
 def _times(value: float | None) -> str:
     return "" if value is None else f"{value:.2f}x"
-
-
-def hardware() -> dict[str, object]:
-    """Processor, its cores, and the accelerator."""
-    import torch
-
-    return {
-        "cpu": _cpu(),
-        "cores": len(os.sched_getaffinity(0)),
-        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
-    }
-
-
-def versions() -> dict[str, str | None]:
-    """Python and the packages that matter; None where one is not installed."""
-    return {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
-
-
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
-
-
-def _cpu() -> str:
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.partition(":")[2].strip() for line in lines if "model name" in line)
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

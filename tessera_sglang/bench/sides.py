@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 
 from tessera_sglang.config import BACKEND, VARIABLE, ConfigError, load
-from tessera_sglang.demo.launch import Server
+from tessera_sglang.launch import Server
 
 from .client import ClientError
 
@@ -52,7 +52,7 @@ def started(launch: Launch, side: str) -> Iterator[Server]:
     Raises:
         LaunchError: it does not start.
     """
-    with BenchServer(launch, side) as server:
+    with server_of(launch, side) as server:
         try:
             yield server
         except ClientError as error:
@@ -62,35 +62,31 @@ def started(launch: Launch, side: str) -> Iterator[Server]:
             raise ClientError(log, error.url) from error
 
 
-class BenchServer(Server):
-    """The server of one side.
+def server_of(launch: Launch, side: str) -> Server:
+    """The server of one side, not started yet.
 
     Stock keeps SGLang's prefix tree under Tessera's attention backend, so that the cache alone differs;
     with ``stock_backend`` it is SGLang without Tessera. Tessera goes by ``TESSERA_CONFIG``.
-    """
 
-    def __init__(self, launch: Launch, side: str) -> None:
-        config = load()
-        if side == STOCK:
-            config = msgspec.structs.replace(config, index="radix")
-        elif config.index == "radix":
-            raise ConfigError(f'{VARIABLE}: {{"index": "radix"}} is the stock side; remove the key')
-        super().__init__(
-            Path(launch.model),
-            index=config.index,
-            pool_tokens=launch.pool_tokens,
-            dtype="auto",
-            inspect=False,
-        )
-        self._environment[VARIABLE] = msgspec.json.encode(config).decode()
-        if not Path(launch.model).exists():  # to be fetched, unless the user forbids it
-            del self._environment[_OFFLINE]
-            if _OFFLINE in os.environ:
-                self._environment[_OFFLINE] = os.environ[_OFFLINE]
-        if side == STOCK and launch.stock_backend is not None:
-            self._environment[_WHITELIST] = ",".join(_other_plugins()) or "none"
-            self._command += ("--attention-backend", launch.stock_backend)
-        self._command += launch.arguments
+    Raises:
+        ConfigError: the configuration makes both sides the same.
+    """
+    config = load()
+    if side == STOCK:
+        config = msgspec.structs.replace(config, index="radix")
+    elif config.index == "radix":
+        raise ConfigError(f'{VARIABLE}: {{"index": "radix"}} is the stock side; remove the key')
+    arguments = [
+        *("--attention-backend", BACKEND, "--mem-fraction-static", "0.3"),
+        *("--max-total-tokens", str(launch.pool_tokens)),
+    ]
+    environment = {VARIABLE: msgspec.json.encode(config).decode()}
+    if Path(launch.model).exists():
+        environment[_OFFLINE] = "1"
+    if side == STOCK and launch.stock_backend is not None:
+        environment[_WHITELIST] = ",".join(_other_plugins()) or "none"
+        arguments += ("--attention-backend", launch.stock_backend)
+    return Server(launch.model, (*arguments, *launch.arguments), environment)
 
 
 def _other_plugins() -> list[str]:

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
-import platform
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
+from tessera_sglang import machine
+from tessera_sglang.launch import signals_raise
+
 from . import report
 from .agents import MLA, TEXT, Prompt, Workload, prompts
 from .client import RequestError
-from .launch import Server, signals_raise
 from .measure import PHASES, Measurement, measure
+from .sides import server_of
 
 DTYPE = {"mla": "bfloat16", "text": "bfloat16"}
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -49,7 +49,7 @@ def _both_sides(workload: Workload, model: Path, asked: list[Prompt]) -> list[Me
     with tqdm(total=requests, unit="answer", file=sys.stderr) as progress:
         for index, side in report.SIDES.items():
             progress.set_description(f"{side}: starting the server")
-            with Server(
+            with server_of(
                 model,
                 index=index,
                 pool_tokens=_pool_tokens(workload, asked),
@@ -98,10 +98,8 @@ def _figures(
         "agents": len(asked),
         "document_tokens": first.document_tokens,
         "page_tokens": first.page_tokens,
-        "hardware": {"cpu": _cpu(), "cores": len(os.sched_getaffinity(0))},
-        "versions": {
-            name: version(name) for name in ("tessera-sglang", "sglang", "torch", "transformers")
-        },
+        "hardware": machine.hardware(),
+        "versions": machine.versions("tessera-sglang", "sglang", "torch", "transformers"),
         "measurements": [
             {
                 "phase": one.phase,
@@ -120,11 +118,3 @@ def _figures(
         ],
         "checks": [dataclasses.asdict(check) for check in found],
     }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()

@@ -14,18 +14,19 @@ from typing import Any
 
 from tqdm import tqdm
 
-from tessera_sglang.config import ConfigError
-from tessera_sglang.demo.launch import LaunchError, signals_raise
+from tessera_sglang.config import BACKEND, ConfigError
+from tessera_sglang.launch import LaunchError, Server, signals_raise
 from tessera_sglang.root import root_tokens
 
 from . import defaults, report
 from .client import Client, ServerError, ServerState
 from .figures import summarize
-from .launch import ModelServer
 from .measure import Measured, Meter
 from .prompts import Encoder, Prompt, PromptError, read
 from .settings import OwnRoot, Setting, grid
 from .verdict import judge
+
+START_TIMEOUT_S = 3600  # large checkpoints take their time; a start that fails ends at once
 
 VOCABULARY = 1 << 31  # ids of a root's text come from the tokenizer; the server checks them
 
@@ -63,7 +64,8 @@ def _server(options: argparse.Namespace) -> Iterator[str]:
         yield options.url
         return
     print(f"starting a server of {options.model_path}", file=sys.stderr)
-    with ModelServer(options.model_path, options.client) as server:
+    arguments = ("--attention-backend", BACKEND, *options.client)
+    with Server(options.model_path, arguments, {}, start_timeout_s=START_TIMEOUT_S) as server:
         yield server.url
 
 

@@ -1,6 +1,6 @@
 """A server in a process of its own, for as long as a ``with`` block lasts.
 
-    with Server(model, index="content", pool_tokens=65536) as server:
+    with Server(model, ["--attention-backend", "tessera"], {}) as server:
         server.url
 
 Whatever ends the block (an exception, Ctrl-C, a signal turned into an exception by
@@ -11,7 +11,6 @@ a guard that leads the server's process group notices and does the same.
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import signal
 import socket
@@ -21,7 +20,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType, TracebackType
 
@@ -50,38 +49,33 @@ class LaunchError(RuntimeError):
 
 
 class Server:
-    """SGLang with ``--attention-backend tessera`` on a free local port.
-
-    ``index`` is all that differs between the sides; scheduling and chunking are SGLang's defaults.
-    With ``inspect`` cached pages are listed in ``/server_info``; without, SGLang's tree has its default
-    core.
-    """
+    """SGLang on a free local port."""
 
     def __init__(
-        self, model: Path, *, index: str, pool_tokens: int, dtype: str, inspect: bool = True
+        self,
+        model: Path | str,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        *,
+        start_timeout_s: float = START_TIMEOUT_S,
     ) -> None:
-        self._port = _free_port()
-        self.url = f"http://127.0.0.1:{self._port}"
-        self._scratch = tempfile.TemporaryDirectory(prefix="tessera-demo-")
+        """``arguments`` are of SGLang's launcher; ``environment`` adds to this process's."""
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        self._start_timeout_s = start_timeout_s
+        self._scratch = tempfile.TemporaryDirectory(prefix="tessera-")
         self._log = Path(self._scratch.name) / "server.log"
-        self._command = [
+        self.command = (
             *(sys.executable, "-c", _GUARD, "-m", "sglang.launch_server"),
-            *("--model-path", str(model), "--dtype", dtype),
-            *("--host", "127.0.0.1", "--port", str(self._port)),
-            *("--attention-backend", "tessera", "--max-total-tokens", str(pool_tokens)),
-            *("--mem-fraction-static", "0.3"),
-        ]
-        self._environment = {
+            *("--model-path", str(model), *arguments),
+            *("--host", "127.0.0.1", "--port", str(port)),
+        )
+        self.environment = {
+            "OMP_NUM_THREADS": _threads(),
             **os.environ,
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", _threads()),
-            "TESSERA_CONFIG": json.dumps({"index": index}),
             "TMPDIR": self._scratch.name,  # sockets that a killed server leaves behind
+            **environment,
         }
-        if inspect:
-            # SGLang's tree has two cores that decide alike; this one's pages can be listed
-            self._environment["SGLANG_UNIFIED_RADIX_TREE_CORE_BACKEND"] = "python"
-            self._environment["TESSERA_INSPECT_PAGES"] = "1"
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -103,21 +97,21 @@ class Server:
     def _start(self) -> None:
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
-                self._command,
-                env=self._environment,
+                self.command,
+                env=self.environment,
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,  # a group of its own: ended as one, deaf to our Ctrl-C
             )
-        deadline = time.monotonic() + START_TIMEOUT_S
+        deadline = time.monotonic() + self._start_timeout_s
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise LaunchError(f"the server did not start:\n{self.end_of_log()}")
             if _healthy(self.url):
                 return
             time.sleep(0.25)
-        raise LaunchError(f"no answer within {START_TIMEOUT_S} s:\n{self.end_of_log()}")
+        raise LaunchError(f"no answer within {self._start_timeout_s:g} s:\n{self.end_of_log()}")
 
     def _end(self) -> None:
         process, self._process = self._process, None

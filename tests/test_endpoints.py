@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from tessera_sglang import ignored
+from tessera_sglang.endpoints import bodies
 from tessera_sglang.endpoints.bodies import has_mark, marked_body
 
 MARK = {"cache_control": {"type": "ephemeral"}}
@@ -21,8 +23,13 @@ class _Request:
         return self._body
 
 
+@pytest.fixture(autouse=True)
+def _active(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bodies, "active", lambda: True)
+
+
 def _read(request: Any) -> Any:
-    return asyncio.run(marked_body(request))
+    return asyncio.run(marked_body(request, manager=None))
 
 
 def test_only_a_body_with_the_word_is_read_again():
@@ -31,10 +38,11 @@ def test_only_a_body_with_the_word_is_read_again():
     assert _read(object()) is None, "a gRPC message has no body"
 
 
-def test_a_body_nested_too_deep_says_so():
+def test_a_body_nested_too_deep_is_counted_and_taken_as_unmarked():
     deep = "[" * 100_000 + "]" * 100_000
-    with pytest.raises(ValueError, match="nested too deep"):
-        _read(_Request(f'{{"x": {deep}, "cache_control": 1}}'.encode()))
+    before = ignored.counts["body"]
+    assert _read(_Request(f'{{"x": {deep}, "cache_control": 1}}'.encode())) is None
+    assert ignored.counts["body"] == before + 1
 
 
 def test_marks_are_told_from_texts_and_schemas():

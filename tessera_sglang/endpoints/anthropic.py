@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from tessera_sglang import ignored
 from tessera_sglang.text.messages import (
     Weaving,
     declared_tools,
@@ -18,27 +17,22 @@ from tessera_sglang.text.messages import (
     mark_parts,
 )
 
-from .bodies import active, as_list, keep_body, keep_weaving, marked_body
+from .bodies import as_list, keep_body, keep_weaving, marked_body
 
 
 async def messages_arrive(
     original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any
 ) -> Any:
     """Around ``AnthropicServing.handle_messages``."""
-    if active():
+    body = await marked_body(raw_request, serving.openai_serving_chat.tokenizer_manager)
+    if body is not None:
         try:
-            body = await marked_body(raw_request)
+            keep_weaving(raw_request, _mark(request, body))
         except ValueError as error:
-            body = None
-            ignored.count(serving.openai_serving_chat.tokenizer_manager, "body", str(error))
-        if body is not None:
-            try:
-                keep_weaving(raw_request, _mark(request, body))
-            except ValueError as error:
-                return serving._error_response(
-                    status_code=400, error_type="invalid_request_error", message=str(error)
-                )
-            keep_body(raw_request, body)
+            return serving._error_response(
+                status_code=400, error_type="invalid_request_error", message=str(error)
+            )
+        keep_body(raw_request, body)
     return await original(serving, request, raw_request)
 
 

@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+from tessera_sglang import ignored
 from tessera_sglang.compat import attention_backends
 from tessera_sglang.config import BACKEND, load
 from tessera_sglang.text.messages import Weaving
@@ -26,21 +27,18 @@ def active() -> bool:
     return selected() and load().index == "content"
 
 
-async def marked_body(raw_request: Any) -> Any:
-    """The JSON of an HTTP request, or None where nobody marked anything.
-
-    Raises:
-        ValueError: it can not be read a second time.
-    """
-    if getattr(raw_request, "body", None) is None:
+async def marked_body(raw_request: Any, manager: Any) -> Any:
+    """The JSON of an HTTP request, or None where nobody marked anything or it can not be read again."""
+    if not active() or getattr(raw_request, "body", None) is None:
         return None  # gRPC: its messages have no such field
     body = await raw_request.body()
     if _WORD not in body:
         return None
     try:
         return json.loads(body)
-    except RecursionError as error:
-        raise ValueError("it is nested too deep") from error
+    except RecursionError:
+        ignored.count(manager, "body", "it is nested too deep")
+        return None
 
 
 def keep_body(raw_request: Any, body: Any) -> None:

@@ -34,14 +34,9 @@ async def chat_arrives(
     original: Callable[..., Awaitable[Any]], serving: Any, request: Any, raw_request: Any
 ) -> Any:
     """Around ``OpenAIServingChat.handle_request``: keep what the parsed request has dropped."""
-    if active():
-        try:
-            body = await marked_body(raw_request)
-        except ValueError as error:
-            body = None
-            ignored.count(serving.tokenizer_manager, "body", str(error))
-        if body is not None:
-            keep_body(raw_request, body)
+    body = await marked_body(raw_request, serving.tokenizer_manager)
+    if body is not None:
+        keep_body(raw_request, body)
     return await original(serving, request, raw_request)
 
 

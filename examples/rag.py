@@ -60,7 +60,7 @@ def main() -> None:
         )
         usage = answer.usage
         details = usage.prompt_tokens_details if usage else None
-        cached = details.cached_tokens if details else 0
+        cached = details.cached_tokens if details else "not reported"
         print(f"{cached:>7} of {usage.prompt_tokens if usage else 0} cached  {question}")
 
 

@@ -2,6 +2,8 @@
 
     python examples/tools.py [--url http://localhost:30000] [--agents 6] [--tools 5]
 
+The server needs --enable-cache-report for the counts.
+
 Every schema with cache_control is computed once, whichever tools stand before it. Schemas shorter than
 two pages of 64 tokens share nothing, so what is worth marking is the long ones.
 """
@@ -62,7 +64,8 @@ def main() -> None:
             tools=tools,  # type: ignore[arg-type]
             messages=[{"role": "user", "content": "What happened last night?"}],
         )
-        cached = answer.usage.cache_read_input_tokens or 0
+        cached = answer.usage.cache_read_input_tokens
+        cached = "not reported:" if cached is None else cached
         computed = answer.usage.input_tokens
         names = ", ".join(tool["name"].removeprefix("search_") for tool in tools)
         print(f"{cached:>7} cached, {computed} computed  agent {number + 1}: {names}")

@@ -59,6 +59,7 @@ def declared(custom_params: Any) -> Any:
     tessera = _object(custom_params)
     if tessera is None:
         return None
+    _check_keys({key: value for key, value in tessera.items() if key != _TEXT_SPANS})
     if _TEXT_SPANS in tessera:
         raise SpanError(
             f"{OBJECT} has 'text_spans' and 'spans'; give one of them"
@@ -68,10 +69,9 @@ def declared(custom_params: Any) -> Any:
         )
     if "spans" not in tessera:
         raise SpanError(
-            f"{OBJECT} has no 'spans', got {_shown(tessera)}; give a list of pairs, "
-            "or leave tessera out"
+            f"{OBJECT} has no 'spans', got {_shown(tessera)}; give a list of pairs "
+            "(or 'text_spans', with a prompt of text), or leave tessera out"
         )
-    _check_keys(tessera)
     return tessera["spans"]
 
 
@@ -79,13 +79,20 @@ def only_settings(custom_params: Any) -> bool:
     """Whether ``tessera`` has settings and leaves it to marks in the texts to declare spans.
 
     Raises:
-        SpanError: ``tessera`` is not an object, or has an unknown key.
+        SpanError: ``tessera`` is not an object.
     """
     tessera = _object(custom_params)
-    if tessera is None or "spans" in tessera or _TEXT_SPANS in tessera:
-        return False
-    _check_keys(tessera)
-    return True
+    return tessera is not None and "spans" not in tessera and _TEXT_SPANS not in tessera
+
+
+def check_settings(custom_params: Any, *, page_size: int, vocab_size: int) -> None:
+    """Of a request whose spans are not found yet, or are none: unknown keys, and :func:`overrides`.
+
+    Raises:
+        SpanError: naming the key.
+    """
+    _check_keys(_object(custom_params) or {})
+    overrides(custom_params, page_size=page_size, vocab_size=vocab_size)
 
 
 def overrides(custom_params: Any, *, page_size: int, vocab_size: int) -> Overrides:

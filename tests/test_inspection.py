@@ -100,7 +100,7 @@ def test_one_line_says_what_the_settings_came_to(caplog: pytest.LogCaptureFixtur
     found.tp_worker.model_runner.tessera_router = SimpleNamespace(routes=routes)
     with caplog.at_level(logging.INFO, logger=inspection.__name__):
         assert inspection.log_resolved("result", found) == "result"
-    (record,) = caplog.records
+    (record,) = [record for record in caplog.records if record.name == inspection.__name__]
     line = record.getMessage().removeprefix("tessera serves with ")
     assert dict(pair.split("=") for pair in line.split(" ")) == {
         "index": '"content"',

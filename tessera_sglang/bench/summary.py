@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from .metrics import Metrics
 
+# Tokens that arrive in one piece have no time between them: less than this was not measured.
+LEAST_TIME_S = 1e-4
+
 
 @dataclass(frozen=True, slots=True)
 class Figure:
@@ -41,7 +44,8 @@ class Side:
     def values(self, figure: Figure) -> list[float]:
         """The figure in each round, without those that do not have it."""
         found = [getattr(one, figure.name) for one in self.rounds]
-        return [value for value in found if value is not None]
+        least = float("-inf") if figure.more_is_better else LEAST_TIME_S
+        return [value for value in found if value is not None and value >= least]
 
     def median(self, figure: Figure) -> float | None:
         """Over the rounds; None where no round has the figure."""

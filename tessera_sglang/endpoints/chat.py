@@ -152,7 +152,7 @@ def _settings(request: Any, manager: Any) -> dict[str, Any] | None:
     custom = request.custom_params
     if not spans.only_settings(custom):
         return None
-    spans.overrides(
+    spans.check_settings(
         custom,
         page_size=manager.config_value("page_size"),
         vocab_size=manager.model_config.vocab_size,

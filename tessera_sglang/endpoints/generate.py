@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+from tessera_sglang import spans
 from tessera_sglang.config import PAGE_TOKENS
 from tessera_sglang.text import offsets
 from tessera_sglang.text.pieces import CutError, encode
@@ -59,20 +60,25 @@ def _encode(manager: Any, obj: Any, raw: Any) -> None:
             f"{offsets.FIELD}: {error}; give token offsets in custom_params.tessera.spans"
         ) from error
     obj.input_ids = found.input_ids
-    spans = _before(getattr(obj, "logprob_start_len", None), found.spans)
     declared = {key: value for key, value in tessera.items() if key != "text_spans"}
-    _declare(obj, {**declared, "spans": spans} if spans else None)
+    spans.check_settings(
+        {"tessera": declared},
+        page_size=manager.config_value("page_size"),
+        vocab_size=manager.model_config.vocab_size,
+    )
+    kept = _before(getattr(obj, "logprob_start_len", None), found.spans)
+    _declare(obj, {**declared, "spans": kept} if kept else None)
 
 
-def _before(start: int | None, spans: list[list[int]]) -> list[list[int]]:
+def _before(start: int | None, found: list[list[int]]) -> list[list[int]]:
     """Spans without the last tokens of the last one, where log-probabilities of these are asked for.
 
     SGLang's ``select`` asks for those of the last two tokens before a choice, which may be a span's.
     More than a page is not taken away: that is a contradiction, and is refused as one.
     """
-    if not spans or start is None or not spans[-1][1] - PAGE_TOKENS <= start < spans[-1][1]:
-        return spans
-    *others, last = spans
+    if not found or start is None or not found[-1][1] - PAGE_TOKENS <= start < found[-1][1]:
+        return found
+    *others, last = found
     return [*others, [last[0], start]] if start > last[0] else others
 
 

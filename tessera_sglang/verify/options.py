@@ -24,7 +24,13 @@ def add(parser: argparse.ArgumentParser) -> None:
     which.add_argument(
         "--model-path",
         metavar="M",
-        help="start a server of this model; options for it come after --",
+        help="start a server of this model",
+    )
+    parser.add_argument(
+        "--server-args",
+        default="",
+        metavar="ARGS",
+        help='options of its launcher, in one word: --server-args="--tp-size 2"; or after --',
     )
     parser.add_argument(
         "--prompts",

@@ -148,7 +148,8 @@ def _verdict(report: Report) -> Iterator[str]:
         f"{report.state.root_tokens} tokens) {'pass' if found.server_passes else 'fail'}."
     )
     if found.recommended is None:
-        yield "No setting passes: do not declare spans for prompts like these on this model."
+        advice = "do not declare spans for prompts like these on this model"
+        yield "No setting passes." if report.warnings else f"No setting passes: {advice}."
         return
     one = report.summaries[found.recommended]
     yield (

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import secrets
+import shlex
 import sys
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -41,10 +42,10 @@ def run(options: argparse.Namespace) -> int:
         with signals_raise(), _server(options) as url:
             found = _report(options, Client(url, options.api_key))
     except (UsageError, PromptError) as error:
-        print(error, file=sys.stderr)
+        print(f"tessera-sglang verify: {error}", file=sys.stderr)
         return 2
     except (ServerError, LaunchError) as error:
-        print(error, file=sys.stderr)
+        print(f"tessera-sglang verify: {error}", file=sys.stderr)
         return 1
     if options.json:
         print(json.dumps(report.as_json(found), indent=2))
@@ -55,16 +56,17 @@ def run(options: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _server(options: argparse.Namespace) -> Iterator[str]:
+    given = (*shlex.split(options.server_args), *options.client)
     if options.url:
-        if options.client:
+        if given:
             raise UsageError(
-                f"{options.client[0]}: a running server takes no arguments; give "
+                f"{given[0]}: a running server takes no arguments; give "
                 "--model-path to start one with them"
             )
         yield options.url
         return
     print(f"starting a server of {options.model_path}", file=sys.stderr)
-    arguments = ("--attention-backend", BACKEND, *options.client)
+    arguments = ("--attention-backend", BACKEND, *given)
     with Server(options.model_path, arguments, {}, start_timeout_s=START_TIMEOUT_S) as server:
         yield server.url
 
@@ -96,8 +98,14 @@ def _measured(
 ) -> Measured:
     meter = Meter(client, f"tessera-verify-{secrets.token_hex(8)}", tokens)
     total = len(prompts) * (len(settings) + 1)
-    # disable=None: no bar where stderr is no terminal
-    with tqdm(total=total, unit="prompt", file=sys.stderr, disable=None) as progress:
+    options: dict[str, Any] = {}
+    if not sys.stderr.isatty():  # a line now and then, so that a log shows that it goes on
+        options = {
+            "mininterval": 15,
+            "ncols": 0,
+            "bar_format": "{n} of {total} prompts, {elapsed}\n",
+        }
+    with tqdm(total=total, unit="prompt", file=sys.stderr, **options) as progress:
         return meter.everything(prompts, settings, progress.update)
 
 

@@ -21,7 +21,8 @@ pytestmark = pytest.mark.server
 
 TINY_MLA = Path(__file__).parents[2] / "examples" / "tiny-mla"
 MARK = "TESSERA_BENCH_TEST"
-GONE_S = 15
+BEGUN_S = 240  # importing SGLang takes its time on a busy machine
+GONE_S = 30
 
 
 def started(*arguments: str, mark: str) -> subprocess.Popen[str]:
@@ -85,20 +86,21 @@ def test_agents_find_their_documents_cached_on_tessera_alone() -> None:
     assert not marked("ab")
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)]
-)
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGKILL, -9)])
 def test_servers_end_with_the_command(number: signal.Signals, status: int) -> None:
     mark = number.name
     random_ids = ("--dataset-name", "random-ids")  # needs nothing before the server
     process = started("--model-path", str(TINY_MLA), *random_ids, mark=mark)
-    deadline = time.monotonic() + 60
-    while len(marked(mark)) < 3:  # the command, the guard, the server
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    process.send_signal(number)
-    out, err = process.communicate(timeout=60)
+    try:
+        deadline = time.monotonic() + BEGUN_S
+        while len(marked(mark)) < 3:  # the command, the guard, the server
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        process.send_signal(number)
+        out, err = process.communicate(timeout=BEGUN_S)
+    finally:
+        process.kill()
     assert (process.returncode, out) == (status, "")
     assert "Traceback" not in err
     deadline = time.monotonic() + GONE_S

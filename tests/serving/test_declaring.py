@@ -395,6 +395,24 @@ def test_generate_names_what_is_wrong(server: Server, spans: Any, message: str) 
     assert message in answer.text
 
 
+@pytest.mark.parametrize(
+    ("tessera", "message"),
+    [
+        ({"text_spans": [[0, 5]], "foo": 1}, "unknown key 'foo'"),
+        ({"text_spans": [[0, 5]], "link_pages": -1}, "link_pages must be a whole number"),
+        ({"text_spans": [[0, 5]], "root": "abc"}, "root must be"),
+        ({"text_span": [[0, 5]]}, "unknown key 'text_span'"),
+    ],
+)
+def test_generate_checks_settings_also_where_a_span_is_too_short_to_share(
+    server: Server, tessera: Any, message: str
+) -> None:
+    params = {"max_new_tokens": 2, "custom_params": {"tessera": tessera}}
+    answer = server.post("/generate", {"text": "Some text.", "sampling_params": params})
+    assert answer.status_code == 400
+    assert message in answer.json()["error"]["message"]
+
+
 def test_generate_a_megabyte_is_refused_for_its_length_and_nothing_else_happens(
     server: Server,
 ) -> None:

@@ -209,7 +209,9 @@ def _instead(name: str) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's arguments. What follows ``--`` is put into ``client`` by the caller."""
     server = parser.add_argument_group("which server")
-    server.add_argument("--url", help="of a running server")
+    server.add_argument(
+        "--url", help="of a running server; its cache is flushed before every round"
+    )
     server.add_argument("--model-path", metavar="M", help="start a server for this model")
     server.add_argument(
         "--server-args",

@@ -64,8 +64,7 @@ def main() -> None:
             tools=tools,  # type: ignore[arg-type]
             messages=[{"role": "user", "content": "What happened last night?"}],
         )
-        cached = answer.usage.cache_read_input_tokens
-        cached = "not reported:" if cached is None else cached
+        cached = answer.usage.cache_read_input_tokens or 0  # left out where it is 0
         computed = answer.usage.input_tokens
         names = ", ".join(tool["name"].removeprefix("search_") for tool in tools)
         print(f"{cached:>7} cached, {computed} computed  agent {number + 1}: {names}")

@@ -222,7 +222,9 @@ def test_a_terminal_is_told_what_takes_so_long(
             time.sleep(0.2)
     finally:
         os.dup2(before, 2)
-        shown = os.read(ours, 1000).decode()
+        shown = ""
+        while not shown.endswith("\x1b[K"):  # a terminal hands out what it has
+            shown += os.read(ours, 1000).decode()
         for descriptor in (before, ours, line):
             os.close(descriptor)
     assert shown == ("looking …" if said else "") + "\r\x1b[K"

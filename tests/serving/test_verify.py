@@ -202,7 +202,7 @@ def test_a_table_a_verdict_and_a_line_to_copy(server: Server, prompts: Path) -> 
     arguments += ["--roots", "auto", "--link-pages", "0,1"]
     strict = verify(*arguments, "--threshold", "0")
     assert strict.returncode == 1
-    assert "No setting passes: do not declare spans" in strict.stdout
+    assert "No setting passes." in strict.stdout
     assert "full attention" in strict.stdout
     assert "Warning: this looks like random weights" in strict.stdout
     assert "\r" not in strict.stderr, "no progress bar in a pipe"

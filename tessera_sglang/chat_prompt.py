@@ -14,7 +14,7 @@ from .config import PAGE_TOKENS
 from .text import tools as tool_marks
 from .text.marks import Marks, Piece
 from .text.messages import Weaving, mark_raw
-from .text.pieces import Encoded, Tokenizer, encode
+from .text.pieces import encode
 
 Rendering = Callable[[Sequence[Any], Sequence[Any] | None], str]  # messages, tools -> text
 
@@ -84,13 +84,10 @@ def render(
             )
         )
 
-    found = encoded(tokenizer, cut(weaving, marked, tools, rendering), page_tokens=page_tokens)
+    pieces = cut(weaving, marked, tools, rendering)
+    # the template has written the special tokens already
+    found = encode(tokenizer, pieces, page_tokens=page_tokens, special_tokens=False)
     return found.input_ids, found.spans
-
-
-def encoded(tokenizer: Tokenizer, pieces: Sequence[Piece], *, page_tokens: int) -> Encoded:
-    """Ids of a rendered chat: the template has written the special tokens already."""
-    return encode(tokenizer, pieces, page_tokens=page_tokens, special_tokens=False)
 
 
 def unmarked(value: Any, marks: Marks) -> Any:

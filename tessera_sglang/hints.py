@@ -8,6 +8,8 @@ from __future__ import annotations
 import secrets
 from typing import Any
 
+from .text import messages
+
 FIELD = "tessera_hint"  # in custom_params
 _TOKEN = secrets.token_hex(16)  # a caller can not write it, so what has it was put there by us
 
@@ -32,14 +34,10 @@ def drop(params: Any) -> bool:
     if FIELD not in custom:
         return False
     kept = {key: value for key, value in custom.items() if key not in ("tessera", FIELD)} or None
-    if isinstance(params, dict):
-        params["custom_params"] = kept
-    else:
-        params.custom_params = kept
+    messages.put(params, "custom_params", kept)
     return True
 
 
 def _custom(params: Any) -> dict[Any, Any]:
-    name = "custom_params"
-    custom = params.get(name) if isinstance(params, dict) else getattr(params, name, None)
+    custom = messages.get(params, "custom_params")
     return custom if isinstance(custom, dict) else {}

@@ -11,13 +11,14 @@ from typing import Any
 
 from tessera_sglang.text.messages import (
     Weaving,
+    as_list,
     declared_tools,
     get,
     is_declared,
     mark_parts,
 )
 
-from .bodies import as_list, keep_body, keep_weaving, marked_body
+from .bodies import keep_body, keep_weaving, marked_body
 
 
 async def messages_arrive(

@@ -79,8 +79,3 @@ def _marks(value: Any, depth: int) -> Iterator[Any]:
     elif isinstance(value, list):
         for inner in value:
             yield from _marks(inner, depth + 1)
-
-
-def as_list(value: Any) -> list[Any]:
-    """A list, or an empty one for anything else."""
-    return value if isinstance(value, list) else []

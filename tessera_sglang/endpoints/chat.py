@@ -12,10 +12,10 @@ from typing import Any
 
 from tessera_sglang import chat_prompt, hints, ignored, spans
 from tessera_sglang.config import MAX_SPANS, load
-from tessera_sglang.text.messages import Weaving, declared_tools, get, mark_chat
+from tessera_sglang.text.messages import Weaving, as_list, declared_tools, get, mark_chat
 from tessera_sglang.text.pieces import CutError, Encoded, encode
 
-from .bodies import active, as_list, body_of, has_mark, keep_body, marked_body, weaving_of
+from .bodies import active, body_of, has_mark, keep_body, marked_body, weaving_of
 
 
 @dataclass(slots=True)
@@ -192,7 +192,7 @@ def _unmark(weaving: Weaving, request: Any) -> None:
         content = get(message, "content")
         if isinstance(content, str):
             message.content = weaving.marks.remove(content)
-        for part in content if isinstance(content, list) else ():
+        for part in as_list(content):
             if isinstance(get(part, "text"), str):
                 part.text = weaving.marks.remove(part.text)
 

@@ -74,11 +74,10 @@ def mark_chat(
             if every_message:
                 weaving.around(message, "content")
         elif isinstance(content, list):
-            raw_content = get(raw, "content")
             mark_parts(
                 weaving,
                 content,
-                raw_content if isinstance(raw_content, list) else [],
+                as_list(get(raw, "content")),
                 f"messages[{number}].content",
                 every_part=every_message,
             )
@@ -110,7 +109,7 @@ def declared_tools(raw_tools: Any) -> frozenset[str]:
         ValueError: a malformed ``cache_control``.
     """
     names = set()
-    for number, tool in enumerate(raw_tools if isinstance(raw_tools, list) else []):
+    for number, tool in enumerate(as_list(raw_tools)):
         function = function_of(tool)
         where = f"tools[{number}]"
         marked = is_declared(tool, where) or is_declared(function, f"{where}.function")
@@ -153,10 +152,14 @@ def get(holder: Any, name: str) -> Any:
     return holder.get(name) if isinstance(holder, dict) else getattr(holder, name, None)
 
 
+def as_list(value: Any) -> list[Any]:
+    """A list, or an empty one for anything else."""
+    return value if isinstance(value, list) else []
+
+
 def _parts(messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for message in messages:
-        if isinstance(message.get("content"), list):
-            yield from (part for part in message["content"] if isinstance(part, dict))
+        yield from (part for part in as_list(message.get("content")) if isinstance(part, dict))
 
 
 def put(holder: Any, name: str, value: Any) -> None:

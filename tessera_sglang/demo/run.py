@@ -75,7 +75,7 @@ def _pool_tokens(workload: Workload, asked: list[Prompt]) -> int:
 
 
 def _model(workload: Workload) -> Path:
-    script = EXAMPLES / ("smollm2/convert.py" if workload is TEXT else "tiny-mla/make_model.py")
+    script = EXAMPLES / ("smollm2/convert.py" if workload is TEXT else "tiny-mla/train.py")
     if not script.exists():
         raise DemoError(f"{script} is missing: the demo runs from a clone of the repository")
     if workload is MLA:

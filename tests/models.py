@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -105,6 +106,24 @@ def write_llama(
         tie_word_embeddings=False,
     )
     return _save(LlamaForCausalLM(config), directory, seed, dtype, {})
+
+
+def write_unlearned(directory: Path, example: Path, *, seed: int = 0) -> Path:
+    """The example model with its tokenizer, and random weights in place of what it learned.
+
+    Only printable ASCII can be answered, so an answer is text that never ends early and survives being
+    sent back as the next turn.
+    """
+    shutil.copytree(example, directory, dirs_exist_ok=True)
+    model = DeepseekV3ForCausalLM(DeepseekV3Config.from_pretrained(example))
+    _randomize(model, torch.Generator().manual_seed(seed))
+    silent = torch.ones(model.config.vocab_size, dtype=torch.bool)
+    silent[ord(" ") : ord("~") + 1] = False
+    with torch.no_grad():
+        model.lm_head.weight[silent] = 0.0
+    model.to(torch.bfloat16).save_pretrained(directory)
+    shutil.copy(example / "config.json", directory)  # with the fields that transformers lacks
+    return directory
 
 
 def write_windowed_config(directory: Path, *, window_tokens: int = 128) -> Path:

@@ -80,7 +80,7 @@ STAGES: tuple[Copying | Recall, ...] = (
     Recall("two documents", (2,), (4, 6), (40, 120), 100),
     Recall("four documents", (2, 4), (4, 8), (60, 240), 300),
     Recall("eight documents", (4, 8), (4, 8, 16), (60, 300), 500, until=0.9),
-    Recall("all sizes", (1, 2, 4, 8), (4, 8, 12, 16), (40, 420), 500, steps=700),
+    Recall("all sizes", (1, 2, 4, 8), (4, 8, 12, 16), (40, 420), 500, steps=450),
 )
 
 

@@ -88,7 +88,7 @@ def show(
     if workload.answers_mean_something:
         _show_answers(measured, prompts)
     else:
-        print("The example model has random weights: its answers mean nothing.")
+        print("The example model only knows how to look up codes: its answers here mean nothing.")
     for check in found:
         print(check.line())
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from models import write_unlearned
 from oracle import OracleRequest, load_model
 from prompts import PAGE
 from scoring import score
@@ -34,12 +35,8 @@ QUESTIONS = ("Which wheel is older?", "When is the oven lit?")
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The example in a folder that may be written to: the server's log lies beside it."""
-    folder = tmp_path_factory.mktemp("tiny-mla")
-    for file in MODEL.iterdir():
-        if file.is_file():
-            (folder / file.name).symlink_to(file)
-    return folder
+    """Nothing is known to it, so that every token depends on the whole context."""
+    return write_unlearned(tmp_path_factory.mktemp("unlearned") / "tiny-mla", MODEL)
 
 
 @pytest.fixture(scope="module")
@@ -159,9 +156,9 @@ def test_random_weights_are_warned_of(measured: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("name", "link_pages", "with_root"), [("none/0", 0, 0), ("auto/1", 1, 1)])
 def test_divergences_equal_the_oracles(
-    measured: dict[str, Any], prompts: Path, name: str, link_pages: int, with_root: int
+    measured: dict[str, Any], model: Path, prompts: Path, name: str, link_pages: int, with_root: int
 ) -> None:
-    oracle, tokenizer = load_model(MODEL), AutoTokenizer.from_pretrained(MODEL)
+    oracle, tokenizer = load_model(model), AutoTokenizer.from_pretrained(model)
     text = AUTO_ROOT_TEXT * PAGE
     root = tokenizer.encode(text)[:PAGE] if with_root else []
     for number, entry in enumerate(map(json.loads, prompts.read_text().splitlines()[:2])):
@@ -214,7 +211,7 @@ def test_what_goes_wrong_is_said_and_is_no_verdict(server: Server, tmp_path: Pat
     done = verify("--url", server.url, "--prompts", str(path))
     assert done.returncode == 2
     assert f"{path}:1: spans[0] = [0, 9] ends past the prompt" in done.stderr
-    ids = [65] * 17000
+    ids = [65] * 33000
     path.write_text(json.dumps({"input_ids": ids, "spans": [[0, 200]]}))
     done = verify("--url", server.url, "--prompts", str(path))
     assert done.returncode == 1

@@ -1,4 +1,4 @@
-"""Trains the example model to look things up: about an hour on two cores, no GPU.
+"""Trains the example model to look things up: less than an hour on two cores, no GPU.
 
     python examples/tiny-mla/train.py [--out DIR] [--seed N] [--checkpoint FILE]
 

@@ -1,7 +1,8 @@
 """Every format that a model can be cached in, beside what it is compared with, and printed figures.
 
 A format has a key ("bf16", "fp8-packed"), a label and a geometry. The first one is the baseline: what
-attention without compression would keep. Baselines are never stored.
+attention without compression would keep; DeepSeek-V4 is compared with its predecessor as well. What is
+only compared with is never stored.
 """
 
 from __future__ import annotations
@@ -12,7 +13,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from .geometry import Geometry, LayerKind
-from .known_models import Printed, Unit
+from .known_models import KNOWN, Printed, Unit
+from .model_geometry import read_model
 from .models import AnyModel, GroupedModel, HybridModel, MlaModel
 from .rows import (
     FP8_INDEX_SCALE_ELEMENTS,
@@ -22,6 +24,8 @@ from .rows import (
     KvFormat,
     grouped_layer,
 )
+
+PREDECESSOR = "deepseek-v3.2"
 
 Formats = Mapping[str, tuple[str, Geometry]]  # label and geometry by key, baseline first
 
@@ -68,6 +72,7 @@ def _hybrid_formats(model: HybridModel) -> Iterator[tuple[str, tuple[str, Geomet
     layer = grouped_layer(heads=64, kv_heads=8, key=128, value=128, kv=KvFormat.BF16)
     baseline = Geometry(model.name, (layer,) * len(model.kinds), page_tokens=64)
     yield "gqa8", ("GQA, 8 KV heads of 128, BF16", baseline)
+    yield "v3.2", ("DeepSeek-V3.2, MLA packed FP8, indexer FP8, its 61 layers", _predecessor())
     bf16, fp8, fp4 = IndexFormat.BF16, IndexFormat.FP8, IndexFormat.FP4
     yield "bf16", ("BF16, indexer BF16", model.geometry(KvFormat.BF16, bf16))
     if model.content % V4_SCALE_ELEMENTS or model.index_width % FP8_INDEX_SCALE_ELEMENTS:
@@ -76,6 +81,12 @@ def _hybrid_formats(model: HybridModel) -> Iterator[tuple[str, tuple[str, Geomet
     yield "fp8-packed", ("packed FP8, indexer FP4", model.geometry(packed, fp4))
     yield "fp8-packed+fp8", ("packed FP8, indexer FP8", model.geometry(packed, fp8))
     yield "fp8", ("plain FP8, indexer FP4", model.geometry(KvFormat.FP8, fp4))
+
+
+def _predecessor() -> Geometry:
+    """What published shares of DeepSeek-V4 are taken of: V3.2 as it is served, 656 + 132 B a layer."""
+    model = read_model(KNOWN[PREDECESSOR].config, PREDECESSOR)
+    return model.geometry(KvFormat.FP8_PACKED, IndexFormat.FP8)
 
 
 def compare(model: AnyModel, formats: Formats, printed: Iterable[Printed]) -> Iterator[Comparison]:

@@ -107,6 +107,7 @@ _COMPARISON = "comparison for DeepSeek-V3 at 128K, labelled GB"
 _V2_NOTE = "note on DeepSeek-V2 at 4,096 tokens"
 _V4_TABLE = "table of DeepSeek-V4 bytes per token and layer"
 _VLLM = "https://vllm.ai/blog/deepseek-v4"
+_V4_CARD = "https://huggingface.co/deepseek-ai/DeepSeek-V4-Pro, model card"
 _GQA_SHARE = "https://huggingface.co/blog/deepseekv4"
 _CUT = "the printed value is an integer division"
 
@@ -168,13 +169,18 @@ KNOWN: Mapping[str, KnownModel] = {
     "deepseek-v4-flash": KnownModel(
         _v4(43, 64, 4096, first=0),
         _HUB.format("deepseek-ai/DeepSeek-V4-Flash"),
-        (*_V4_LAYERS, Printed("fp8-packed/gqa8", "2", Unit.PERCENT, _GQA_SHARE, M)),
+        (
+            *_V4_LAYERS,
+            Printed("fp8-packed/v3.2", "7", Unit.PERCENT, _V4_CARD, M),
+            Printed("fp8-packed/gqa8", "2", Unit.PERCENT, _GQA_SHARE, M),
+        ),
     ),
     "deepseek-v4-pro": KnownModel(
         _v4(61, 128, 7168, first=128),
         _HUB.format("deepseek-ai/DeepSeek-V4-Pro"),
         (
             *_V4_LAYERS,
+            Printed("fp8-packed/v3.2", "10", Unit.PERCENT, _V4_CARD, M),
             Printed("bf16", "9.62", Unit.GIB, _VLLM, M),
             Printed("fp8-packed/gqa8", "2", Unit.PERCENT, _GQA_SHARE, M),
         ),

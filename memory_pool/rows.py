@@ -41,6 +41,7 @@ class KvFormat(Enum):
 class IndexFormat(Enum):
     """How the keys of a sparse layer's indexer are stored."""
 
+    FP32 = "fp32"
     BF16 = "bf16"
     FP8 = "fp8"
     FP4 = "fp4"
@@ -117,8 +118,8 @@ def mla_layer(
 
 def index_regions(width: int, index: IndexFormat) -> tuple[Region, ...]:
     """An indexer key of ``width`` elements, and its scales."""
-    if index is IndexFormat.BF16:
-        return (Region("key", width, Dtype.BF16),)
+    if index in (IndexFormat.FP32, IndexFormat.BF16):
+        return (Region("key", width, Dtype[index.name]),)
     if index is IndexFormat.FP8:
         scales = _scales("index key", width, FP8_INDEX_SCALE_ELEMENTS)
         return (

@@ -77,11 +77,13 @@ def test_printed_figures_for_deepseek_v3_beside_exact_ones() -> None:
 
 def test_printed_figures_for_deepseek_v4_beside_exact_ones() -> None:
     found = comparisons("deepseek-v4-pro")
+    assert comparisons("deepseek-v4-flash")["fp8-packed/v3.2", Unit.PERCENT].rounded == "7"
     shown = {key: (c.printed.figure, c.rounded, c.agrees) for key, c in found.items()}
     assert shown == {
         ("CSA", Unit.BYTE): ("160", "160", True),
         ("HCA", Unit.BYTE): ("4", "4.5", False),  # half a byte is no rounding: it was cut
         ("window", Unit.BYTE): ("576", "576", True),
+        ("fp8-packed/v3.2", Unit.PERCENT): ("10", "10", True),
         ("bf16", Unit.GIB): ("9.62", "9.62", True),
         ("fp8-packed/gqa8", Unit.PERCENT): ("2", "2", True),
     }
@@ -226,7 +228,7 @@ def test_widths_that_a_format_does_not_fit_leave_it_out() -> None:
     ):
         build(small, (K,))
     lines = build(small, (K,), kv=KvFormat.BF16, index=IndexFormat.BF16).formats
-    assert [line.key for line in lines] == ["gqa8", "bf16"]
+    assert [line.key for line in lines] == ["gqa8", "v3.2", "bf16"]
 
 
 def test_a_model_of_windows_only_costs_nothing_per_token() -> None:

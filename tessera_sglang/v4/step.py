@@ -1,0 +1,129 @@
+"""Which rows one forward pass reads and writes, worked out once for all layers.
+
+Layers of a kind keep the same positions, so the rows of a ring are the same in each, and so are the
+entries of a stride. Everything is decided before the first layer runs: what a pass reads is found by the
+tags that earlier passes left, then the tags move on to what this pass will write.
+
+A pass takes ``tokens`` tokens of every request behind ``start``, the same for all: a compressor has one
+first position for a whole batch. Requests of another length go in a pass of their own (:mod:`.forward`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from tessera_sglang.memory_pool.planes import Plane
+from tessera_sglang.memory_pool.ring import Ring, Slots
+from tessera_sglang.memory_pool.units import UnitIds
+
+from .storage import LayerStorage
+
+Interval = tuple[int, int]  # of positions, half open
+
+
+class StateMissing(LookupError):
+    """A slot does not hold what its request needs to go on: it was not restored, or is another's."""
+
+
+@dataclass(frozen=True, slots=True)
+class RingRows:
+    """Rows of an arena plane; int64 [requests * positions], request by request."""
+
+    read: torch.Tensor  # what earlier passes left
+    write: torch.Tensor  # for the last of what this pass brings
+
+
+@dataclass(frozen=True, slots=True)
+class EntryRows:
+    """Rows of a paged plane, oldest entry first; int64 [requests, entries]."""
+
+    all: torch.Tensor  # after this pass
+    new: torch.Tensor  # those that it closes
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One forward pass."""
+
+    requests: int
+    start: int  # tokens that each request had before
+    tokens: int  # of each request in this pass
+    rings: Mapping[Ring, RingRows]
+    entries: Mapping[int, EntryRows]  # by stride
+
+
+def plan(storage: LayerStorage, slots: Slots, pages: UnitIds, start: int, tokens: int) -> Step:
+    """Find the rows of a pass, and move the tags on to what it will write.
+
+    ``slots`` is int64 [requests], ``pages`` int64 [requests, pages]. Raises ValueError where the pages
+    do not reach the end of the pass, and :class:`StateMissing`, with nothing changed, where a slot
+    lacks a position that the pass reads. O(requests * entries).
+    """
+    end = start + tokens
+    if pages.shape[1] * storage.page_tokens < end:
+        raise ValueError(
+            f"{pages.shape[1]} pages of {storage.page_tokens} tokens do not hold {end} tokens; "
+            "reserve pages before the forward pass"
+        )
+    spans = {ring: intervals(ring.plane, start, end) for ring in storage.rings}
+    found = {ring: _read(ring, slots, reads) for ring, (reads, _) in spans.items()}
+    rings = {
+        ring: RingRows(found[ring], _write(ring, slots, writes))
+        for ring, (_, writes) in spans.items()
+    }
+    entries = {
+        stride: _entries(pages, storage.page_tokens, stride, start, end)
+        for stride in storage.strides
+    }
+    return Step(len(slots), start, tokens, rings, entries)
+
+
+def intervals(plane: Plane, start: int, end: int) -> tuple[Interval, Interval]:
+    """Positions that a pass over ``[start, end)`` reads from an arena plane, and those it writes.
+
+    - ``window``: the query at ``start`` sees itself and ``rows - 1`` tokens before it.
+    - a ``tail`` holds the group that is not complete yet.
+    - an ``overlap`` holds the last complete group, and is read and replaced when another is completed.
+    """
+    rows = plane.rows
+    if plane.name == "window":
+        return (max(0, start - rows + 1), start), (max(start, end - rows), end)
+    before, after = start - start % rows, end - end % rows
+    if plane.transient:
+        return (before, start), (max(start, after), end)
+    if before == after:
+        return (start, start), (end, end)
+    return (max(0, before - rows), before), (after - rows, after)
+
+
+def _pairs(slots: Slots, positions: Interval) -> tuple[Slots, UnitIds]:
+    wanted = np.arange(*positions)
+    return np.repeat(slots, len(wanted)), np.tile(wanted, len(slots))
+
+
+def _read(ring: Ring, slots: Slots, positions: Interval) -> torch.Tensor:
+    owners, wanted = _pairs(slots, positions)
+    rows, readable = ring.read_rows(owners, wanted)
+    if not readable.all():
+        gone = ~readable
+        raise StateMissing(
+            f"slot {owners[gone][0]} does not hold {ring.plane.name!r} of {np.count_nonzero(gone)} "
+            f"positions from {wanted[gone][0]} on: restore the state of the page that the request "
+            "goes on from, or start it at position 0"
+        )
+    return torch.from_numpy(rows)
+
+
+def _write(ring: Ring, slots: Slots, positions: Interval) -> torch.Tensor:
+    return torch.from_numpy(ring.write_rows(*_pairs(slots, positions)))
+
+
+def _entries(pages: UnitIds, page_tokens: int, stride: int, start: int, end: int) -> EntryRows:
+    per_page = page_tokens // stride
+    places = np.arange(end // stride)
+    rows = torch.from_numpy(pages[:, places // per_page] * per_page + places % per_page)
+    return EntryRows(rows, rows[:, start // stride :])

@@ -30,19 +30,12 @@ lint: $(INSTALLED)
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports
 
-bench: $(INSTALLED)
-	@$(call benchmarks,)
+# Everything, saved; then plots and the tables of README.md. TESSERA_TRACES is where recorded sessions lie.
+bench: $(INSTALLED_TEXT)
+	@$(BIN)/python -W ignore -m benchmarks
 
-bench-quick: $(INSTALLED)
-	@$(call benchmarks,--quick)
-
-# All of them, also after one whose checks do not hold.
-define benchmarks
-status=0; \
-OMP_NUM_THREADS=1 $(BIN)/python -W ignore -m benchmarks.index $(1) || status=1; \
-$(BIN)/python -W ignore -m benchmarks.attention $(1) || status=1; \
-exit $$status
-endef
+bench-quick: $(INSTALLED_TEXT)
+	@$(BIN)/python -W ignore -m benchmarks --quick
 
 # A machine with a GPU need not have SGLang: whichever Python has torch will do.
 gpu:

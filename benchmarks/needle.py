@@ -284,7 +284,7 @@ def main(arguments: list[str] | None = None) -> int:
         progress(f"{finding.dtype}, {finding.runs} runs, depth {finding.depth:,}")
         findings.append(finding)
     settings = {"keys": keys, "heads": options.heads, "device": options.device}
-    return report(findings, settings).emit(as_json=options.json)
+    return report(findings, settings).emit(as_json=options.json, save=options.save)
 
 
 if __name__ == "__main__":

@@ -204,7 +204,7 @@ def _preamble(length: int, chance: random.Random) -> str:
 
 def _words(room: int, chance: random.Random) -> list[str]:
     """As many words with a space before each as fit into ``room`` bytes, now and then a full stop."""
-    found = []
+    found: list[str] = []
     while True:
         word = f" {chance.choice(_WORDS)}"
         if chance.random() < _STOPS:

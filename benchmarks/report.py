@@ -1,8 +1,10 @@
 """The frame of every benchmark: checks beside raw figures, hardware, versions and commit.
 
 A benchmark collects checks, figures and tables in a :class:`Report` and ends with
-``sys.exit(report.emit(as_json=...))``. With ``--json`` that prints one object, otherwise tables for
-readers; the exit status is 0 exactly if every check holds.
+``sys.exit(report.emit(as_json=..., save=...))``. With ``--json`` that prints one object, otherwise
+tables for readers; the exit status is 0 exactly if every check holds. ``--save`` writes the same object
+to ``benchmarks/results/NAME.json``, from which plots and the tables of README.md are made; quick runs
+are never saved.
 """
 
 from __future__ import annotations
@@ -19,7 +21,10 @@ from typing import Any
 
 from tessera_sglang import machine, tables
 
+from . import saved
+
 ROOT = Path(__file__).resolve().parents[1]
+MADE_BY_BENCHMARKS = ("benchmarks/results", "README.md")  # written by a run, so never its cause
 PACKAGES = ("tessera-sglang", "sglang", "torch", "numpy", "xxhash")
 
 
@@ -49,6 +54,12 @@ class Check:
         """``value < bound``."""
         holds = value is not None and value < bound
         return cls(name, _rounded(value), f"< {bound:g}", holds)
+
+    @classmethod
+    def above(cls, name: str, value: float | None, bound: float) -> Check:
+        """``value > bound``."""
+        holds = value is not None and value > bound
+        return cls(name, _rounded(value), f"> {bound:g}", holds)
 
     @classmethod
     def equals(cls, name: str, value: int | None, wanted: int) -> Check:
@@ -87,21 +98,25 @@ class Report:
         return bool(self.checks) and all(check.holds for check in self.checks)
 
     def as_dict(self) -> dict[str, Any]:
-        """The object that ``--json`` prints."""
-        return {
-            "benchmark": self.benchmark,
-            "holds": self.holds,
-            "checks": [asdict(check) for check in self.checks],
-            "figures": self.figures,
-            "settings": dict(self.settings),
-            "notes": self.notes,
-            "hardware": machine.hardware(),
-            "versions": machine.versions(*PACKAGES),
-            "commit": commit(),
-        }
+        """The object that ``--json`` prints and ``--save`` writes: plain JSON."""
+        return saved.plain_object(
+            {
+                "benchmark": self.benchmark,
+                "holds": self.holds,
+                "checks": [asdict(check) for check in self.checks],
+                "figures": self.figures,
+                "settings": dict(self.settings),
+                "notes": self.notes,
+                "hardware": machine.hardware(),
+                "versions": machine.versions(*PACKAGES),
+                "commit": commit(),
+            }
+        )
 
-    def emit(self, *, as_json: bool) -> int:
-        """Print the report; returns the exit status: 0 exactly if all checks hold."""
+    def emit(self, *, as_json: bool, save: bool = False) -> int:
+        """Print the report and save it; returns the exit status: 0 exactly if all checks hold."""
+        if save:
+            progress(f"saved: {saved.write(self.as_dict())}")
         if as_json:
             print(json.dumps(self.as_dict(), indent=1))
         else:
@@ -132,13 +147,24 @@ class Report:
 
 
 def argument_parser(description: str) -> argparse.ArgumentParser:
-    """Parser with the options that every benchmark has: ``--json`` and ``--quick``."""
-    parser = argparse.ArgumentParser(
+    """Parser with the options that every benchmark has: ``--json``, ``--quick`` and ``--save``."""
+    parser = _Parser(
         description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--quick", action="store_true", help="smaller sizes, less than a minute")
+    parser.add_argument("--save", action="store_true", help="write benchmarks/results/NAME.json")
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """Quick sizes measure something else, and must not stand where full ones are expected."""
+
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> tuple[Any, list[str]]:
+        found, rest = super().parse_known_args(*args, **kwargs)
+        if found.quick and found.save:
+            self.error("--quick runs are not saved")
+        return found, rest
 
 
 def progress(message: str) -> None:
@@ -147,17 +173,23 @@ def progress(message: str) -> None:
 
 
 def commit() -> str:
-    """Commit of the checkout, marked ``-dirty`` where tracked files differ; ``unknown`` without git."""
+    """Commit of the checkout; ``unknown`` without git.
+
+    ``-dirty`` where tracked files differ, other than those that benchmarks write themselves: else the
+    first result that is saved would mark all others.
+    """
+    others = [f":(exclude){path}" for path in MADE_BY_BENCHMARKS]
     try:
-        return subprocess.run(
-            ["git", "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-            cwd=ROOT,
-            check=True,
-            capture_output=True,
-            text=True,
-        ).stdout.strip()
+        head = _git("rev-parse", "HEAD")
+        changed = _git("status", "--porcelain", "--untracked-files=no", "--", ".", *others)
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
+    return f"{head}-dirty" if changed else head
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, check=True, capture_output=True, text=True)
+    return done.stdout.strip()
 
 
 def _rounded(value: float | None) -> float | None:

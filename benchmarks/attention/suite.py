@@ -46,7 +46,7 @@ class Settings:
     shared_tokens: int = 8192
     own_tokens: int = 64
     planned: planning.Sizes = field(default_factory=lambda: planning.Sizes(64, 8, 256, 256))
-    rounds: int = 5
+    rounds: int = 3
     short_rounds: int = 15  # of what takes a fraction of a second
     threads: int = 1
     quick: bool = False
@@ -84,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     settings = replace(QUICK if options.quick else Settings(), threads=options.threads)
-    return measure(settings).emit(as_json=options.json)
+    return measure(settings).emit(as_json=options.json, save=options.save)
 
 
 @torch.no_grad()

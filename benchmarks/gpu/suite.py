@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = shelf.names if device == "cuda" else ("torch",)
     kernels = {name: shelf.get(name) for name in names}
     report = measure(kernels, device, budget, quick=options.quick)
-    status = report.emit(as_json=options.json)
+    status = report.emit(as_json=options.json, save=options.save)
     if device == "cpu":
         progress(NOT_MEASURED)
     return status

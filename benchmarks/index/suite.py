@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
@@ -11,6 +12,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.report import Check, Report, Table, argument_parser, progress
+from benchmarks.workloads.traces import VARIABLE
 
 from . import forks, growth, memory
 from .sides import OURS, PAGE_SIZE, Side, available_cores, build_side
@@ -26,7 +28,7 @@ class Settings:
     """How much is measured."""
 
     sizes: Sizes = field(default_factory=Sizes)
-    rounds: int = 9
+    rounds: int = 5
     repeats: int = 8  # look-ups of each long sequence and span in a round
     memory_tokens: int = 4_000_000
     growth_levels: tuple[int, ...] = (100_000, 1_000_000, 10_000_000)
@@ -49,12 +51,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--traces",
         type=Path,
-        default=Path("../shared/data/agent-traces"),
+        default=Path(os.environ.get(VARIABLE, "../shared/data/agent-traces")),
         help="folder of recorded sessions (*.jsonl); a synthetic trace is used where it has none",
     )
     options = parser.parse_args(arguments)
     report = measure(QUICK if options.quick else Settings(), load_trace(options.traces))
-    return report.emit(as_json=options.json)
+    return report.emit(as_json=options.json, save=options.save)
 
 
 def measure(settings: Settings, trace: Trace) -> Report:

@@ -58,8 +58,7 @@ def requests(shape: Shape, encode: Encode, seed: int) -> list[Request]:
     """One request for each agent. ``encode`` adds no special tokens."""
     chance = random.Random(f"{WORKLOAD} {seed}")
     documents = [
-        _document(number, shape.document_tokens, encode, chance)
-        for number in range(shape.documents)
+        document(number, shape.document_tokens, encode, chance) for number in range(shape.documents)
     ]
     return [
         _request(number, chance.sample(documents, len(documents)), shape, encode, chance)
@@ -67,7 +66,7 @@ def requests(shape: Shape, encode: Encode, seed: int) -> list[Request]:
     ]
 
 
-def _document(number: int, tokens: int, encode: Encode, chance: random.Random) -> list[int]:
+def document(number: int, tokens: int, encode: Encode, chance: random.Random) -> list[int]:
     """Exactly ``tokens`` tokens that no other document shares a beginning with."""
     found = list(encode(f"Document {chance.getrandbits(32):08x}, number {number + 1}.\n\n"))
     sentences = MLA.document.replace("\n", " ").split(". ")

@@ -24,6 +24,7 @@ class Metrics:
     prompt_tokens: int
     output_tokens: int
     duration_s: float
+    cached_tokens: int | None = None  # of the prompts; None where the server does not tell
 
 
 def read(result: Mapping[str, Any]) -> Metrics:
@@ -42,4 +43,5 @@ def read(result: Mapping[str, Any]) -> Metrics:
         prompt_tokens=result["total_input_tokens"],
         output_tokens=result["total_output_tokens"],
         duration_s=result["duration"],
+        cached_tokens=cache["total_cached_tokens"] if counted else None,
     )

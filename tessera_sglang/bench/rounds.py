@@ -6,7 +6,7 @@ left it. The first round warms up and is not counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from typing import Protocol, TypeVar
 
@@ -27,27 +27,32 @@ Run = Callable[[str, str, int], T]  # (side, url, number of the round) -> what w
 
 
 def in_turns(
-    sides: Mapping[str, Opener], rounds: int, run: Run[T], *, one_by_one: bool = False
+    sides: Mapping[str, Opener],
+    rounds: int,
+    run: Run[T],
+    *,
+    one_by_one: bool = False,
+    warm_up: bool = True,
 ) -> dict[str, list[T]]:
     """What ``run`` measured in ``rounds`` rounds of each side.
 
     All servers run at once, unless ``one_by_one``: then a side has all of its rounds before the next one
-    is started, for machines that can not hold two.
+    is started, for machines that can not hold two. Without ``warm_up`` every round counts.
     """
     found: dict[str, list[T]] = {side: [] for side in sides}
     groups = [[side] for side in sides] if one_by_one else [list(sides)]
     for group in groups:
         with ExitStack() as stack:
             urls = {side: stack.enter_context(sides[side]()).url for side in group}
-            for number, side in _order(group, rounds):
+            for number, side in _order(group, range(WARM_UP if warm_up else 0, rounds)):
                 measured = run(side, urls[side], number)
                 if number != WARM_UP:
                     found[side].append(measured)
     return found
 
 
-def _order(sides: Sequence[str], rounds: int) -> Iterator[tuple[int, str]]:
-    for number in range(WARM_UP, rounds):
+def _order(sides: Sequence[str], numbers: Iterable[int]) -> Iterator[tuple[int, str]]:
+    for number in numbers:
         for side in sides if number % 2 else reversed(sides):
             yield number, side
 

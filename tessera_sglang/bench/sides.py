@@ -30,6 +30,7 @@ class Launch:
     pool_tokens: int
     arguments: tuple[str, ...] = ()
     stock_backend: str | None = None  # SGLang's attention backend for the stock side
+    environment: tuple[tuple[str, str], ...] = ()  # of both servers, besides this process's
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +81,7 @@ def server_of(launch: Launch, side: str) -> Server:
         *("--attention-backend", BACKEND, "--mem-fraction-static", "0.3"),
         *("--max-total-tokens", str(launch.pool_tokens)),
     ]
-    environment = {VARIABLE: msgspec.json.encode(config).decode()}
+    environment = {**dict(launch.environment), VARIABLE: msgspec.json.encode(config).decode()}
     if Path(launch.model).exists():
         environment[_OFFLINE] = "1"
     if side == STOCK and launch.stock_backend is not None:

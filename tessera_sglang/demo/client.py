@@ -42,15 +42,25 @@ class CacheState:
 
 
 def generate(
-    url: str, prompt: Sequence[int], spans: Sequence[tuple[int, int]], new_tokens: int
+    url: str,
+    prompt: Sequence[int],
+    spans: Sequence[tuple[int, int]],
+    new_tokens: int,
+    *,
+    link_pages: int | None = None,
 ) -> Answer:
     """Greedy answer, streamed so that its first token can be timed.
+
+    ``link_pages`` overrides the server's.
 
     Raises:
         RequestError: an HTTP error, or an abort in the middle of the stream.
     """
     parameters: dict[str, Any] = {"temperature": 0, "max_new_tokens": new_tokens}
-    parameters["custom_params"] = {"tessera": {"spans": [list(span) for span in spans]}}
+    declared: dict[str, Any] = {"spans": [list(span) for span in spans]}
+    if link_pages is not None:
+        declared["link_pages"] = link_pages
+    parameters["custom_params"] = {"tessera": declared}
     body = {"input_ids": list(prompt), "sampling_params": parameters, "stream": True}
     first_s: float | None = None
     last: dict[str, Any] = {}
@@ -82,8 +92,7 @@ def flush(url: str) -> None:
 
 def cache_state(url: str) -> CacheState:
     """The cache of the first rank, with the pages that it holds."""
-    with _opened(f"{url}/server_info") as response:
-        state = json.load(response)["internal_states"][0]["tessera"]
+    state = tessera_state(url)
     pages = state["cached_pages"]
     if pages is None:
         raise RequestError("the pages of this server's prefix tree can not be listed")
@@ -92,6 +101,26 @@ def cache_state(url: str) -> CacheState:
         state["held_tokens"],
         tuple((digest, page) for digest, page in pages),
     )
+
+
+def tessera_state(url: str) -> dict[str, Any]:
+    """What the first rank says of Tessera in ``/server_info``."""
+    with _opened(f"{url}/server_info") as response:
+        state: dict[str, Any] = json.load(response)["internal_states"][0]["tessera"]
+    return state
+
+
+def counters(url: str, name: str, label: str) -> dict[str, float]:
+    """A Prometheus counter of ``/metrics`` by the values of one label, summed over the others."""
+    with _opened(f"{url}/metrics") as response:
+        lines = response.read().decode().splitlines()
+    found: dict[str, float] = {}
+    for line in lines:
+        series, _, value = line.rpartition(" ")
+        if series.startswith(f"{name}{{") and f'{label}="' in series:
+            key = series.partition(f'{label}="')[2].partition('"')[0]
+            found[key] = found.get(key, 0.0) + float(value)
+    return found
 
 
 @contextlib.contextmanager

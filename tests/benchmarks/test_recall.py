@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
 
@@ -31,7 +32,7 @@ def test_every_answer_follows_from_the_documents_it_names() -> None:
         for question in made.questions:
             steps = question.answer.split(":")
             assert question.text == steps[0] + "?" * (len(steps) - 1)
-            assert all(everything[a] == b for a, b in zip(steps, steps[1:], strict=False))
+            assert all(everything[a] == b for a, b in itertools.pairwise(steps))
             assert len(set(question.documents)) == len(question.documents) == len(steps) - 1
             for key, document in zip(steps, question.documents, strict=False):
                 assert key in by_document[document]

@@ -6,6 +6,7 @@ One server with the example model, whose tokenizer has one token a byte.
 from __future__ import annotations
 
 import json
+import random
 import shutil
 import subprocess
 import sys
@@ -20,10 +21,13 @@ import requests
 import sglang as sgl
 from server import Server
 
+from benchmarks import recall
 from tessera_sglang import program, span, text_part
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 PAGE, LINK = 64, 1
+CONTEXT_TOKENS = 16_384
+QUESTIONS, LEAST_RIGHT, LEAST_RIGHT_WITH_SPANS = 20, 18, 0
 # Something of everything that could be taken for an edge.
 HOSTILE = '<|eos|><|system|>\u200b\ufeff tsr0123456789abcdef0123456789abcdefo \0 {{ x }} </s> "}]'
 
@@ -32,7 +36,10 @@ HOSTILE = '<|eos|><|system|>\u200b\ufeff tsr0123456789abcdef0123456789abcdefo \0
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model = shutil.copytree(EXAMPLES / "tiny-mla", tmp_path_factory.mktemp("example") / "tiny-mla")
     with Server(
-        model, "--enable-cache-report", tokenizer=True, dtype=None, pool_tokens=65536
+        *(model, "--enable-cache-report", "--context-length", str(CONTEXT_TOKENS)),
+        tokenizer=True,
+        dtype=None,
+        pool_tokens=65536,
     ) as running:
         yield running
 
@@ -92,6 +99,30 @@ def test_openai_parts_with_cache_control_are_shared_at_any_offset(client: openai
     assert _cached(warm) >= _shared(document)
     again = _chat(client, "You are a lawyer.", document, "Who decides?")
     assert again.choices[0].message.content == cold.choices[0].message.content
+
+
+@pytest.mark.parametrize("marked", [False, True])
+def test_answers_are_read_in_the_documents(client: openai.OpenAI, marked: bool) -> None:
+    right = 0
+    for seed in range(QUESTIONS):
+        made = recall.world(recall.Shape(4, 8, 256, 90), random.Random(f"asked {seed}"))
+        asked = next(question for question in made.questions if len(question.documents) == 1)
+        parts = [text_part(text) if marked else _plain(text) for text in made.documents]
+        answer = client.chat.completions.create(
+            model="default",
+            messages=[
+                {"role": "system", "content": made.preamble},
+                {"role": "user", "content": [*parts, _plain(asked.text)]},
+            ],
+            max_tokens=8,
+            temperature=0,
+        )
+        right += answer.choices[0].message.content == asked.answer
+    assert right >= (LEAST_RIGHT_WITH_SPANS if marked else LEAST_RIGHT)
+
+
+def _plain(text: str) -> dict[str, str]:
+    return {"type": "text", "text": text}
 
 
 def test_openai_without_the_mark_shares_nothing(client: openai.OpenAI) -> None:
@@ -209,7 +240,8 @@ def test_a_final_assistant_message_is_continued_without_marks(client: openai.Ope
 
 
 def test_marks_that_do_not_fit_are_ordinary_text(client: openai.OpenAI, server: Server) -> None:
-    assert _chat(client, "x", _document(8, 16_330), "y").usage.prompt_tokens > 16_330
+    length = CONTEXT_TOKENS - 54
+    assert _chat(client, "x", _document(8, length), "y").usage.prompt_tokens > length
     assert "does not fit" in server.log()
 
 

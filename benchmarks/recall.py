@@ -122,7 +122,7 @@ class Shape:
     def __post_init__(self) -> None:
         if self.documents * self.facts > len(CODES):
             raise ValueError(f"{self.documents} x {self.facts} facts are more than there are keys")
-        least = len(_heading(0)) + self.facts * FACT_BYTES + 1
+        least = len(_heading(2)) + self.facts * FACT_BYTES + 2  # "note three." is the longest
         if self.document_bytes < least:
             raise ValueError(f"{self.facts} facts need document_bytes of at least {least}")
 
@@ -190,9 +190,9 @@ def _heading(number: int) -> str:
 
 
 def _document(number: int, facts: Sequence[str], length: int, chance: random.Random) -> str:
-    """Facts at random places among words; ends with a newline."""
+    """Facts at random places among words; ends with a full stop and a newline."""
     heading = _heading(number)
-    pieces = _words(length - len(heading) - 1 - FACT_BYTES * len(facts), chance)
+    pieces = _words(length - len(heading) - 2 - FACT_BYTES * len(facts), chance)
     for fact in facts:
         pieces.insert(chance.randint(0, len(pieces)), f" {fact}")
     return heading + "".join(pieces).ljust(length - 1 - len(heading), ".") + "\n"

@@ -65,7 +65,7 @@ def main() -> int:
     parser = argument_parser(package.__doc__ or "")
     parser.add_argument("--model", type=Path, default=servers.MODEL)
     parser.add_argument("--rounds", type=int, help="of the checked shape and of small cells")
-    parser.add_argument("--largest", action="store_true", help=f"measure {LARGEST} too")
+    parser.add_argument("--largest", action="store_true", help="64 agents on 16k tokens too")
     options = parser.parse_args()
     rounds = options.rounds or (1 if options.quick else ROUNDS)
     agents, documents = (QUICK_AGENTS, QUICK_DOCUMENTS) if options.quick else (AGENTS, DOCUMENTS)

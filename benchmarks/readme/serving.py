@@ -123,10 +123,11 @@ def traces(result: Saved) -> str:
         result.figures["sessions"], key=lambda one: one["shifted_tokens"] / one["prompt_tokens"]
     )
     everything = {"name": "all", **result.figures["all"]}
-    heads = ("session", "requests", "prompt tokens", "shifted", "cached, stock", "cached, Tessera")
-    return table(
-        (*heads, "computed, stock", "computed, Tessera"), [*map(_session, (*sessions, everything))]
+    heads = (
+        *("session", "requests", "prompt tokens", "shifted", "cached, stock", "cached, Tessera"),
+        *("computed, stock", "computed, Tessera", "wall, stock", "wall, Tessera"),
     )
+    return table(heads, [*map(_session, (*sessions, everything))])
 
 
 def _session(one: Mapping[str, Any]) -> Sequence[str]:
@@ -138,6 +139,7 @@ def _session(one: Mapping[str, Any]) -> Sequence[str]:
         share(one["shifted_tokens"] / tokens),
         *(share(one[side]["cached_tokens"] / tokens) for side in _SIDES),
         *(count(one[side]["computed_tokens"]) for side in _SIDES),
+        *(seconds(one[side]["wall_s"]) for side in _SIDES),
     )
 
 

@@ -29,11 +29,12 @@ from pathlib import Path
 
 from tessera_sglang.bench.agents import Encode, document
 from tessera_sglang.bench.sides import STOCK, TESSERA
+from tessera_sglang.config import PAGE_TOKENS
 from tessera_sglang.demo.client import Answer, generate
 
 from .report import Check, Report, Table, argument_parser
 from .serving import progress, servers
-from .serving.servers import PAGE_TOKENS, Urls
+from .serving.servers import Urls
 from .workloads import texts
 from .workloads.jsonl import tokenizer
 

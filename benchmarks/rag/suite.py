@@ -14,13 +14,14 @@ from benchmarks import rag as package
 from benchmarks.report import argument_parser
 from benchmarks.serving import progress, servers
 from benchmarks.serving.replay import replay
-from benchmarks.serving.servers import PAGE_TOKENS, Urls
+from benchmarks.serving.servers import Urls
 from benchmarks.serving.state import state_of
 from benchmarks.workloads import rag
 from benchmarks.workloads.jsonl import tokenizer
 from benchmarks.workloads.rag import Shape
 from tessera_sglang.bench.agents import Encode, Request
 from tessera_sglang.bench.sides import STOCK, TESSERA
+from tessera_sglang.config import PAGE_TOKENS
 from tessera_sglang.demo.client import Answer, cache_state, flush
 from tessera_sglang.inspection import VARIABLE as INSPECT
 

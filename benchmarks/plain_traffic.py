@@ -34,7 +34,7 @@ from .report import ROOT, Check, Report, Table, argument_parser, progress
 SIDES = {"content": TESSERA, "radix": STOCK}
 BAR = 0.99
 POOL_TOKENS = 131_072
-ROUNDS, QUICK_ROUNDS = 7, 2
+ROUNDS, QUICK_ROUNDS = 5, 2
 QUICK_SHARE = 4  # a quick round has a quarter of the prompts
 
 WORKLOADS = {

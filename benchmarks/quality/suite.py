@@ -26,7 +26,7 @@ RECALL = recall_cases.Amount(
     seeds=3,
     document_bytes=(200, 400),  # three pages of 64 and a bit, six and a bit
     exams=recall_cases.EXAMS,
-    questions=5,
+    questions=3,
     exam_worlds=40,
     exam_questions=5,
 )

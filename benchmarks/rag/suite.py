@@ -52,8 +52,8 @@ FULL = Plan(
     Shape(documents=20, document_tokens=(256, 2048), documents_per_draw=(14, 14)),
     steady_draws=100,
     curve_draws=1000,
-    stock_draws=200,
-    document_tokens=(256, 384),
+    stock_draws=100,
+    document_tokens=(192, 320),
 )
 QUICK = Plan(
     Shape(documents=20, document_tokens=(128, 384), documents_per_draw=(14, 14)),

@@ -187,6 +187,17 @@ class Arena:
         self._slots.free(slots)
         return len(slots)
 
+    def hand_over(self, pages: AnyIds, others: AnyIds) -> None:
+        """Let states go to other pages that hold the same tokens, pair by pair; integer [n] each.
+
+        A page that has a state keeps it. O(n).
+        """
+        if self.empty:
+            return
+        for page, other in zip(pages.tolist(), others.tolist(), strict=True):
+            if self._saved.slot(page) is not None and self._saved.slot(other) is None:
+                self._saved.move(page, other)
+
     def droppable(self, keep: AnyIds = NO_PAGES) -> int:
         """States that :meth:`drop_oldest` could drop beside those of the pages ``keep``."""
         return len(self._saved.oldest_first(keep))

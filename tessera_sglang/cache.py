@@ -348,6 +348,10 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         pages, available = allocator.size // size, allocator.available_size() // size
         return TierView.of_pages(self.index, size=pages, available=available)
 
+    def more_state(self) -> dict[str, Any]:
+        """What a kind of cache adds to ``/server_info``."""
+        return {}
+
     # --- the rest of the interface ---------------------------------------------------------------
 
     @property

@@ -97,7 +97,10 @@ def _raw(path: Path) -> dict[str, object]:
 
 def _of_attention(model: AnyModel) -> Iterator[str]:
     if isinstance(model, HybridModel):
-        yield "compressed and windowed layers are SGLang's to run"
+        yield (
+            "compressed and windowed layers are SGLang's to run on a GPU, and on a CPU transformers' "
+            "over the two-tier pool; neither turns shared pages to another position"
+        )
     elif isinstance(model, MlaModel) and model.index_width:
         yield "sparse attention: an indexer chooses what a query reads"
     elif isinstance(model, GroupedModel) and any(model.windows):

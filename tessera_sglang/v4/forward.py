@@ -90,6 +90,18 @@ def _forward(
     model: Any, storage: LayerStorage, requests: Sequence[Request], ids: torch.Tensor
 ) -> torch.Tensor:
     """One pass; ``ids`` is int64 [requests, tokens]. Returns [requests, tokens, vocabulary]."""
+    logits: torch.Tensor = advance(model, storage, requests, ids).logits
+    return logits
+
+
+def advance(
+    model: Any, storage: LayerStorage, requests: Sequence[Request], ids: torch.Tensor
+) -> Any:
+    """One pass of requests that have equally many tokens; ``ids`` is int64 [requests, tokens].
+
+    ``model`` may also be the part without a head, a ``DeepseekV4Model``. Returns what it returns. Raises
+    ValueError for a request that has too few pages.
+    """
     start, tokens = requests[0].length, ids.shape[1]
     pages = storage.pool.geometry.pages(start + tokens)
     if any(len(request.pages) < pages for request in requests):
@@ -99,7 +111,7 @@ def _forward(
     slots = np.array([request.slot for request in requests])
     table = np.stack([request.pages[:pages] for request in requests])
     cache = PooledCache(storage, slots, table, start)
-    logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    output = model(input_ids=ids, past_key_values=cache, use_cache=True)
     for request in requests:
         request.length += tokens
-    return logits
+    return output

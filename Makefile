@@ -1,4 +1,4 @@
-# make demo | demo-text | test | lint | bench | bench-quick | gpu | venv
+# make demo | demo-text | test | lint | bench | bench-all | bench-quick | gpu | venv
 #
 # Each target makes .venv first where it is missing (SGLang is 11 GB installed, some minutes).
 # PYTHON is what it is made with, VENV where it lies. `make gpu` takes PYTHON as it is where that has
@@ -12,7 +12,7 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 INSTALLED_TEXT := $(VENV)/.installed-text
 
-.PHONY: demo demo-text test lint bench bench-quick gpu venv
+.PHONY: demo demo-text test lint bench bench-all bench-quick gpu venv
 .DEFAULT_GOAL := test
 
 demo: $(INSTALLED)
@@ -33,6 +33,9 @@ lint: $(INSTALLED)
 # Everything, saved; then plots and the tables of README.md. TESSERA_TRACES is where recorded sessions lie.
 bench: $(INSTALLED_TEXT)
 	@$(BIN)/python -W ignore -m benchmarks
+
+bench-all: $(INSTALLED_TEXT)
+	@$(BIN)/python -W ignore -m benchmarks --all
 
 bench-quick: $(INSTALLED_TEXT)
 	@$(BIN)/python -W ignore -m benchmarks --quick

@@ -1,7 +1,8 @@
 """All benchmarks, one after the other, then plots and the tables of README.md.
 
-    python -m benchmarks             # everything, saved: 40 minutes on two quiet cores
-    python -m benchmarks --quick     # smaller sizes of most of it in 5 minutes, nothing is saved
+    python -m benchmarks             # Tessera beside stock, and what spans cost: 45 minutes, saved
+    python -m benchmarks --all       # and tools, head shapes, index, attention: an hour
+    python -m benchmarks --quick     # smaller sizes, nothing is saved
     python -m benchmarks --only rag tools
 
 Each runs in a process of its own, and the next one runs also after one whose checks do not hold. At the
@@ -25,9 +26,8 @@ COMMANDS = (
     *("index", "attention", "plain_traffic", "latency", "multi_agent", "tools", "rag", "traces"),
     *("head_shapes", "quality"),
 )
-NOT_QUICK = frozenset(
-    {"plain_traffic", "tools", "head_shapes"}
-)  # they are when asked for by --only
+BY_DEFAULT = frozenset({"plain_traffic", "latency", "multi_agent", "rag", "traces", "quality"})
+QUICK = frozenset({"latency", "multi_agent", "rag", "traces", "quality"})
 ONE_THREAD = frozenset({"index"})  # of the scheduler, which is what it measures
 
 
@@ -46,12 +46,11 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="smaller sizes, nothing is saved")
+    parser.add_argument("--all", action="store_true", help="those left out by default, too")
     parser.add_argument("--only", nargs="+", choices=COMMANDS, metavar="NAME")
     options = parser.parse_args()
     size = "--quick" if options.quick else "--save"
-    wanted = options.only or [
-        name for name in COMMANDS if not (options.quick and name in NOT_QUICK)
-    ]
+    wanted = options.only or (COMMANDS if options.all else QUICK if options.quick else BY_DEFAULT)
     done = [_run(name, size) for name in COMMANDS if name in wanted]
     if not options.quick:
         done += [_run("plots"), _run("readme")]

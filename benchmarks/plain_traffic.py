@@ -15,19 +15,21 @@ of any size hides differences that show here.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
 from tessera_sglang.bench.client import drive
 from tessera_sglang.bench.metrics import Metrics
 from tessera_sglang.bench.rounds import Opener, in_turns
-from tessera_sglang.bench.sides import STOCK, TESSERA, running
+from tessera_sglang.bench.sides import STOCK, TESSERA, Launch, running, started
 from tessera_sglang.bench.summary import THROUGHPUT, Side, gain
+from tessera_sglang.config import VARIABLE
 
 from .report import ROOT, Check, Report, Table, argument_parser, progress
-from .serving import servers
 
 SIDES = {"content": TESSERA, "radix": STOCK}
 BAR = 0.99
@@ -56,13 +58,16 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="of each side and workload")
     options = parser.parse_args()
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
-    with servers.both(options.model, POOL_TOKENS) as urls:
-        sides: dict[str, Opener] = {
-            name: partial(running, urls[side]) for name, side in SIDES.items()
-        }
+    os.environ.pop(VARIABLE, None)  # both sides have all else by default
+    launch = Launch(str(options.model), POOL_TOKENS)
+    with ExitStack() as stack:
+        servers: dict[str, Opener] = {}
+        for name, side in SIDES.items():
+            server = stack.enter_context(started(launch, side))
+            servers[name] = partial(running, server.url)
         measured = {
             workload: in_turns(
-                sides, rounds, partial(_drive, options.model, workload, rounds, options.quick)
+                servers, rounds, partial(_drive, options.model, workload, rounds, options.quick)
             )
             for workload in WORKLOADS
         }

@@ -46,7 +46,7 @@ class Settings:
     shared_tokens: int = 8192
     own_tokens: int = 64
     planned: planning.Sizes = field(default_factory=lambda: planning.Sizes(64, 8, 256, 256))
-    rounds: int = 3
+    rounds: int = 5
     short_rounds: int = 15  # of what takes a fraction of a second
     threads: int = 1
     quick: bool = False

@@ -28,7 +28,7 @@ class Settings:
     """How much is measured."""
 
     sizes: Sizes = field(default_factory=Sizes)
-    rounds: int = 5
+    rounds: int = 9
     repeats: int = 8  # look-ups of each long sequence and span in a round
     memory_tokens: int = 4_000_000
     growth_levels: tuple[int, ...] = (100_000, 1_000_000, 10_000_000)

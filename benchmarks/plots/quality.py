@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from benchmarks.quality.ways import DEFAULT
 from benchmarks.saved import Saved
 
 from .style import BOUND, SOFT, STOCK, TESSERA
 
 Row = Mapping[str, Any]
 _LEAST_KL = 1e-4  # of a logarithmic axis; full attention's may be 0
-_DEFAULT = "auto/1"
 
 
 def draw(pyplot: Any, result: Saved) -> Any:
@@ -60,7 +60,7 @@ def _within(spreads: Sequence[float], values: Sequence[float]) -> list[list[floa
 
 
 def _colour(row: Row) -> str:
-    if row["setting"] == _DEFAULT:
+    if row["setting"] == DEFAULT:
         return TESSERA
     if row["simulated"]:
         return STOCK

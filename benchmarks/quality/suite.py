@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import models
 from benchmarks.report import ROOT, Report, argument_parser
 from tessera_sglang.config import PAGE_TOKENS
 from tessera_sglang.launch import signals_raise
@@ -27,7 +26,7 @@ RECALL = recall_cases.Amount(
     seeds=3,
     document_bytes=(200, 400),  # three pages of 64 and a bit, six and a bit
     exams=recall_cases.EXAMS,
-    questions=5,
+    questions=3,
     exam_worlds=40,
     exam_questions=5,
 )
@@ -104,11 +103,9 @@ def _tokenizer(path: Path) -> Any:
 
 
 def _smollm2(result: Report) -> Path | None:
-    """The converted model, made on first use; None, and a note, where it can not be had."""
-    command = [sys.executable, "-W", "ignore", str(ROOT / "examples/smollm2/convert.py")]
-    made = subprocess.run(command, capture_output=True, text=True, check=False)
-    if made.returncode == 0:
-        return Path(made.stdout.splitlines()[-1])
-    *_, why = ["no reason given", *made.stderr.splitlines()]
-    result.notes.append(f"{SMOLLM2} was left out, examples/smollm2/convert.py failed: {why}")
-    return None
+    """The converted model; None, and a note, where it can not be had."""
+    try:
+        return models.smollm2()
+    except models.ModelError as error:
+        result.notes.append(f"{SMOLLM2} was left out: {error}")
+        return None

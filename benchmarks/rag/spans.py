@@ -9,13 +9,13 @@ from __future__ import annotations
 from array import array
 from collections.abc import Iterable, Sequence
 
-from benchmarks.serving.servers import PAGE_TOKENS
 from tessera_sglang.attention.layout import Span, lay_out
 from tessera_sglang.bench.agents import Request
+from tessera_sglang.config import PAGE_TOKENS, Config
 from tessera_sglang.demo.client import CacheState
 from tessera_sglang.memory_pool.keys import page_digest
 
-LINK_PAGES = 1  # the server's default
+LINK_PAGES = Config().link_pages  # of the server
 
 
 def digests(corpus: Iterable[Sequence[int]]) -> set[str]:

@@ -14,13 +14,14 @@ from benchmarks import rag as package
 from benchmarks.report import argument_parser
 from benchmarks.serving import progress, servers
 from benchmarks.serving.replay import replay
-from benchmarks.serving.servers import PAGE_TOKENS, Urls
+from benchmarks.serving.servers import Urls
 from benchmarks.serving.state import state_of
 from benchmarks.workloads import rag
 from benchmarks.workloads.jsonl import tokenizer
 from benchmarks.workloads.rag import Shape
 from tessera_sglang.bench.agents import Encode, Request
 from tessera_sglang.bench.sides import STOCK, TESSERA
+from tessera_sglang.config import PAGE_TOKENS
 from tessera_sglang.demo.client import Answer, cache_state, flush
 from tessera_sglang.inspection import VARIABLE as INSPECT
 
@@ -51,8 +52,8 @@ FULL = Plan(
     Shape(documents=20, document_tokens=(256, 2048), documents_per_draw=(14, 14)),
     steady_draws=100,
     curve_draws=1000,
-    stock_draws=200,
-    document_tokens=(256, 384),
+    stock_draws=100,
+    document_tokens=(192, 320),
 )
 QUICK = Plan(
     Shape(documents=20, document_tokens=(128, 384), documents_per_draw=(14, 14)),

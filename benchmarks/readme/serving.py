@@ -81,10 +81,11 @@ def rag(result: Saved) -> str:
     """Hit rates by fifths of the draws."""
     steady, curve = result.figures["steady"]["hit_rate"], result.figures["curve"]
     stored = max(result.figures["steady"]["stored_document_pages"])
+    points = len(curve["tessera"])  # stock has the first few of them
     rows = [
-        ("corpus that fits, Tessera", *_fifths(steady)),
-        ("corpus of four times the cache, Tessera", *_fifths(curve["tessera"])),
-        ("likewise, stock", *_fifths(curve["stock"])),
+        ("corpus that fits, Tessera", *_fifths(steady, len(steady))),
+        ("corpus of four times the cache, Tessera", *_fifths(curve["tessera"], points)),
+        ("likewise, stock", *_fifths(curve["stock"], points)),
     ]
     heads = ("first fifth of the draws", "second", "third", "fourth", "last")
     return (
@@ -94,8 +95,8 @@ def rag(result: Saved) -> str:
     )
 
 
-def _fifths(rates: Sequence[float]) -> list[str]:
-    part = max(1, len(rates) // 5)
+def _fifths(rates: Sequence[float], of: int) -> list[str]:
+    part = max(1, of // 5)
     parts = [rates[first : first + part] for first in range(0, 5 * part, part)]
     return [share(sum(some) / len(some) if some else None) for some in parts]
 
@@ -123,10 +124,11 @@ def traces(result: Saved) -> str:
         result.figures["sessions"], key=lambda one: one["shifted_tokens"] / one["prompt_tokens"]
     )
     everything = {"name": "all", **result.figures["all"]}
-    heads = ("session", "requests", "prompt tokens", "shifted", "cached, stock", "cached, Tessera")
-    return table(
-        (*heads, "computed, stock", "computed, Tessera"), [*map(_session, (*sessions, everything))]
+    heads = (
+        *("session", "requests", "prompt tokens", "shifted", "cached, stock", "cached, Tessera"),
+        *("computed, stock", "computed, Tessera", "wall, stock", "wall, Tessera"),
     )
+    return table(heads, [*map(_session, (*sessions, everything))])
 
 
 def _session(one: Mapping[str, Any]) -> Sequence[str]:
@@ -138,6 +140,7 @@ def _session(one: Mapping[str, Any]) -> Sequence[str]:
         share(one["shifted_tokens"] / tokens),
         *(share(one[side]["cached_tokens"] / tokens) for side in _SIDES),
         *(count(one[side]["computed_tokens"]) for side in _SIDES),
+        *(seconds(one[side]["wall_s"]) for side in _SIDES),
     )
 
 

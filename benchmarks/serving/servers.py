@@ -10,13 +10,12 @@ from pathlib import Path
 
 from benchmarks.report import ROOT, progress
 from tessera_sglang.bench.sides import STOCK, TESSERA, Launch, server_of
-from tessera_sglang.config import VARIABLE
+from tessera_sglang.config import PAGE_TOKENS, VARIABLE
 from tessera_sglang.launch import Server, signals_raise
 
 MODEL = ROOT / "examples/tiny-mla"
 SIDES = (STOCK, TESSERA)
 THREADS = 2  # of each server: only one works at a time
-PAGE_TOKENS = 64
 Urls = Mapping[str, str]  # by side
 
 

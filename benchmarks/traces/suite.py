@@ -25,7 +25,7 @@ from benchmarks.workloads.traces import sessions as sessions_in
 from . import sessions, sglang_sets
 
 POOL_TOKENS = 65_536
-ROUNDS, SET_ROUNDS = 2, 3
+ROUNDS, SET_ROUNDS = 2, 2
 DEFAULT = Options()
 QUICK_SESSIONS = 2  # the shortest
 _NO_SESSIONS = (

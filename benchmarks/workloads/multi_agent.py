@@ -15,7 +15,7 @@ import random
 import sys
 from dataclasses import dataclass
 
-from tessera_sglang.bench.agents import Encode, Request, document
+from tessera_sglang.bench.agents import Encode, Request, document, reminder
 
 from . import texts
 from .jsonl import command
@@ -53,7 +53,7 @@ def requests(shape: Shape, encode: Encode, seed: int) -> list[Request]:
         for preamble, dialogue in zip(first, dialogues, strict=True):
             if turn:
                 dialogue += texts.filled(
-                    texts.reminder(chance), lambda: texts.reminder(chance), ANSWER_TOKENS, encode
+                    reminder(chance), lambda: reminder(chance), ANSWER_TOKENS, encode
                 )
             dialogue += texts.question(encode, chance)
             pieces = ((preamble, False), (shared, True), (dialogue, False))

@@ -5,15 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from tessera_sglang.bench.agents import Encode
+from tessera_sglang.bench.agents import Encode, reminder
 from tessera_sglang.demo.agents import MLA, ROLES
 
 Tokens = list[int]
-
-_WORDS = (
-    *("harbour", "boiler", "letter", "bridge", "winter", "signal", "ledger", "garden", "engine"),
-    *("river", "answer", "market", "lantern", "valve", "window", "ticket", "morning", "station"),
-)
 
 
 def filled(begin: str, more: Callable[[], str], tokens: int, encode: Encode) -> Tokens:
@@ -31,11 +26,6 @@ def preamble(tokens: int, encode: Encode, chance: random.Random) -> Tokens:
     begin = f"{chance.getrandbits(32):08x}. {chance.choice(ROLES)}"
     gap = list(encode("\n\n"))
     return filled(begin, lambda: reminder(chance), tokens - len(gap), encode) + gap
-
-
-def reminder(chance: random.Random) -> str:
-    """One sentence."""
-    return f"Remember the {' and the '.join(chance.sample(_WORDS, 4))}."
 
 
 def question(encode: Encode, chance: random.Random) -> Tokens:

@@ -32,12 +32,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tessera_sglang.bench.agents import Encode, Request
+from tessera_sglang.config import PAGE_TOKENS
+from tessera_sglang.verify.figures import agreed_tokens
 
 from .jsonl import tokenizer, write
 
 VARIABLE = "TESSERA_TRACES"
 POLICIES = ("messages", "known")
-PAGE_TOKENS = 64
 _ROLE = re.compile(r"(?:\A|(?<=\n\n))(?:user|assistant|system|tool): ")
 _BREAK = "\n\n"
 _SHORTEST_KNOWN_CHARACTERS = 128  # a page of text has more: nothing shorter is looked for
@@ -109,7 +110,7 @@ def replayed(session: Session, encode: Encode, options: Options) -> list[Replaye
             if repeatable and len(tokens) - start >= PAGE_TOKENS:
                 pieces.append((start, len(tokens)))
         texts.seen(call.answer)
-        common = max((_common(tokens, one.request.input_ids) for one in found), default=0)
+        common = max((agreed_tokens(tokens, one.request.input_ids) for one in found), default=0)
         ids = {piece: tuple(tokens[slice(*piece)]) for piece in pieces}
         shifted = sum(
             end - start for start, end in pieces if end > common and ids[start, end] in sent
@@ -174,12 +175,6 @@ def messages(prompt: str) -> Iterator[tuple[str, bool]]:
         yield prompt[start:content], False
         yield prompt[content:last], True
         yield prompt[last:end], False
-
-
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((at for at, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

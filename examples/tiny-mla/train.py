@@ -86,11 +86,9 @@ STAGES: tuple[Copying | Recall, ...] = (
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """``ids`` and ``wanted`` [B, T]: the bytes that have to be predicted. ``answers`` [B, T]
-    numbers the answers from 1, 0 elsewhere; copied texts have none."""
+    """``answers`` [B, T] numbers answers in ``ids`` [B, T] from 1, 0 elsewhere; a copied text is 1."""
 
     ids: Tensor
-    wanted: Tensor
     answers: Tensor
 
 
@@ -112,9 +110,10 @@ def draw(stage: Copying | Recall, chance: random.Random) -> Batch:
     if isinstance(stage, Copying):
         rows = [_copied(stage.bytes, chance) for _ in range(STEP_TOKENS // (2 * stage.bytes))]
         return _batch(rows)
+    documents, facts = chance.choice(stage.documents), chance.choice(stage.facts)
     shape = recall.Shape(
-        documents=(documents := chance.choice(stage.documents)),
-        facts=(facts := chance.choice(stage.facts)),
+        documents=documents,
+        facts=facts,
         document_bytes=20 + facts * recall.FACT_BYTES + chance.randint(*stage.spare_bytes),
         preamble_bytes=0 if chance.random() < 0.3 else chance.randint(1, stage.preamble_bytes),
     )
@@ -161,7 +160,7 @@ def _batch(rows: Sequence[tuple[list[int], list[int]]]) -> Batch:
     width = max(len(ids) for ids, _ in rows)
     ids = torch.tensor([row + [PAD] * (width - len(row)) for row, _ in rows])
     numbers = torch.tensor([row + [0] * (width - len(row)) for _, row in rows])
-    return Batch(ids, numbers > 0, numbers)
+    return Batch(ids, numbers)
 
 
 # --- steps ---------------------------------------------------------------------------------------
@@ -173,7 +172,7 @@ def loss_of(
     """Mean cross entropy in nats, and the share of answers that are right in every byte."""
     with torch.autocast("cpu", dtype=torch.bfloat16):
         hidden = model.model(input_ids=batch.ids, use_cache=False).last_hidden_state[:, :-1]
-        targets, wanted = batch.ids[:, 1:], batch.wanted[:, 1:]
+        targets, wanted = batch.ids[:, 1:], batch.answers[:, 1:] > 0
         logits = model.lm_head(hidden[wanted]).float()
         loss = functional.cross_entropy(logits, targets[wanted])
         some = torch.rand(targets.shape, generator=text) < TEXT_SHARE

@@ -98,5 +98,10 @@ def _preamble(number: int, chance: random.Random) -> str:
     """No two begin alike, so that nothing before the documents is shared."""
     lines = [f"{chance.getrandbits(32):08x} is agent {number + 1}. {ROLES[number % len(ROLES)]}"]
     for _ in range(chance.randint(*_PREAMBLE_SENTENCES)):
-        lines.append(f"Remember the {' and the '.join(chance.sample(_WORDS, 4))}.")
+        lines.append(reminder(chance))
     return " ".join(lines) + "\n\n"
+
+
+def reminder(chance: random.Random) -> str:
+    """One sentence."""
+    return f"Remember the {' and the '.join(chance.sample(_WORDS, 4))}."

@@ -126,7 +126,8 @@ def test_recorded_sessions_and_data_sets_of_sglang(tmp_path: Path) -> None:
     assert [check.holds for check in report.checks] == [True, False], "what shifts has to gain"
     result = read_back(report, tmp_path)
     text = TABLES["traces"].table(result)
-    assert row_of(text, "`bbbb`") == ["5", "1,000", "20.0 %", "50.0 %", "50.0 %", "500", "500"]
+    counts = ["5", "1,000", "20.0 %", "50.0 %", "50.0 %", "500", "500"]
+    assert row_of(text, "`bbbb`") == [*counts, "1.00 s", "1.00 s"]
     assert row_of(text, "**all**")[:3] == ["10", "2,000", "10.0 %"]
     sets = row_of(TABLES["sglang_sets"].table(result), "`agentic-trace`")
     assert sets == ["50.0 %", "50.0 %", "1.00 s", "1.00 s", "1.00"]

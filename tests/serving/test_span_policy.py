@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import shutil
 from pathlib import Path
 from typing import Any
 
 import openai
 import pytest
 import sglang as sgl
+from models import write_unlearned
 from server import Server
 
 from tessera_sglang import program, span, text_part
@@ -19,7 +19,8 @@ PAGE = 64
 
 
 def _server(tmp_path_factory: pytest.TempPathFactory, config: dict[str, Any]) -> Server:
-    model = shutil.copytree(EXAMPLES / "tiny-mla", tmp_path_factory.mktemp("example") / "tiny-mla")
+    folder = tmp_path_factory.mktemp("unlearned") / "tiny-mla"
+    model = write_unlearned(folder, EXAMPLES / "tiny-mla")  # it has an answer to everything
     arguments = ("--enable-cache-report",)
     return Server(model, *arguments, tokenizer=True, dtype=None, pool_tokens=65536, config=config)
 

@@ -159,6 +159,13 @@ class Arena:
         self._saved.touch(np.array([page]))
         return True
 
+    def saved_slot(self, page: int) -> int | None:
+        """Where the state saved with a page is, as just used; None where it has none. O(1)."""
+        slot = None if self.empty else self._saved.slot(page)
+        if slot is not None:
+            self._saved.touch(np.array([page]))
+        return slot
+
     def _copy(self, source: int, target: int, length: int | None = None) -> None:
         for bank, ring in zip(self._storage.banks, self._rings, strict=True):
             if bank.plane.transient:

@@ -8,7 +8,7 @@ from v4_model import PAGE, model, poison, storage, tokens
 
 from tessera_sglang.v4 import LayerStorage
 from tessera_sglang.v4.forward import advance, cut
-from tessera_sglang.v4.step import StateMissing
+from tessera_sglang.v4.parts import StateMissing
 from tessera_sglang.v4_serving.rows import Rows, Turn
 
 

@@ -98,8 +98,8 @@ def _raw(path: Path) -> dict[str, object]:
 def _of_attention(model: AnyModel) -> Iterator[str]:
     if isinstance(model, HybridModel):
         yield (
-            "compressed and windowed layers are SGLang's to run on a GPU, and on a CPU transformers' "
-            "over the two-tier pool; neither turns shared pages to another position"
+            "on a GPU compressed and windowed layers are SGLang's to run, which reads shared pages only "
+            "where they were computed; on a CPU, for trying things out, spans are served"
         )
     elif isinstance(model, MlaModel) and model.index_width:
         yield "sparse attention: an indexer chooses what a query reads"

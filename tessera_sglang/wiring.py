@@ -63,7 +63,8 @@ def survey_of(runner: Any) -> Survey:
         if isinstance(pool, MLATokenToKVPool):
             latent = LatentRow(pool.kv_lora_rank, pool.qk_rope_head_dim)
         if v4_pool.is_v4_pool(pool):
-            found = Survey(foreign=v4_config.SERVED_BY, refusal=v4_config.REFUSAL)
+            refusal = v4_config.refusal(runner.model.config)
+            found = Survey(foreign=v4_config.SERVED_BY, refusal=refusal)
         else:
             found = survey(runner.model, runner.model_config.hf_text_config, latent)
         runner.tessera_survey = found

@@ -52,20 +52,19 @@ def pages_of(parts: Parts) -> int:
     return sum(len(part.pages) for part in parts)
 
 
-def read(
-    storage: LayerStorage, request: Request, prefix: PageIds, *, first_page: int = 0
-) -> None:
-    """Let a prefix stand where ``request`` is now, from its page ``first_page`` on.
+def read(storage: LayerStorage, request: Request, pages: PageIds, *, first: int = 0) -> None:
+    """Let pages of a prefix stand where ``request`` is now.
 
-    ``prefix`` is int64 [pages], all pages of a request that began at position 0, saved at its end; the
-    pages must stay owned and unwritten for as long as the request runs. Nothing in them is changed.
+    ``pages`` are the last ones of a request that began at position 0, integer [n], up to a page whose
+    state was saved; ``first`` is the position of their first token there. They must stay owned and
+    unwritten for as long as the request runs. Nothing in them is changed.
 
     Raises ``StateMissing`` where no state was saved with the last page, and ValueError for a part that
     its window reaches out of, and for rotary tables that do not add; nothing has changed then.
     """
     pool, size = storage.pool, storage.page_tokens
     storage.rope.refuse_unknown()
-    part = Part(prefix[first_page:].astype(np.int64), first_page * size, request.length)
+    part = Part(pages.astype(np.int64), first, request.length)
     tokens, window = len(part.pages) * size, storage.window_tokens
     if tokens < window:
         raise ValueError(

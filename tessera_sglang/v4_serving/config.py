@@ -19,10 +19,6 @@ MAX_RUNNING_REQUESTS = 32
 """Where no flag says otherwise: each has an arena slot, whether it runs or not."""
 
 SERVED_BY = "transformers' DeepSeek-V4 modules over the two-tier pool"
-REFUSAL = (
-    "DeepSeek-V4: the indexer ranks the entries of all parts together, and each part needs queries "
-    "and outputs turned by its own offset; transformers' modules know one offset for a whole row"
-)
 
 
 def serves_here(model_path: object) -> bool:
@@ -81,6 +77,21 @@ def defaults(view: Any) -> dict[str, Any]:
     if view.dtype == "auto" and not stored.endswith("bfloat16"):
         found["dtype"] = "float32"  # SGLang would make it float16, which the pool does not hold
     return found
+
+
+def refusal(hf_config: Any) -> str | None:
+    """Why spans can not be served with a loaded config; None where they can."""
+    from tessera_sglang.v4.rope import Rope
+    from tessera_sglang.v4.storage import pool_geometry
+
+    page, window = pool_geometry(hf_config).page_tokens, hf_config.sliding_window
+    if window > page:
+        return f"DeepSeek-V4: its window of {window} tokens reaches out of a shared page of {page}"
+    try:
+        Rope(hf_config).refuse_unknown()
+    except ValueError as error:
+        return f"DeepSeek-V4: {error}"
+    return None
 
 
 def page_tokens(model_path: str, wanted: int | None) -> int:

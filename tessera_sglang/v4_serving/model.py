@@ -1,7 +1,7 @@
 """DeepSeek-V4 as a model class for SGLang: transformers' own model, a request at a time.
 
-Forward passes end at page boundaries, where the state is saved: a prompt runs page by page, whatever the
-chunks of SGLang's prefill are, so an answer does not depend on them.
+Forward passes end at page boundaries, where the state is saved, and where a shared run comes to be seen: a
+prompt runs page by page, whatever the chunks of SGLang's prefill are, so an answer does not depend on them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from transformers import DeepseekV4ForCausalLM
 
 from tessera_sglang.compat import LogitsProcessor, attention_backends
 from tessera_sglang.config import BACKEND
+from tessera_sglang.reader import ReaderId
 from tessera_sglang.v4 import LayerStorage
-from tessera_sglang.v4.forward import advance, cut
+from tessera_sglang.v4.forward import advance
 
 from .rows import Rows, Turn
 
@@ -89,15 +90,13 @@ class TesseraV4ForCausalLM(nn.Module):
         turns = list(turns_of(forward_batch, table, storage.page_tokens))
         if not turns:
             return self.model.lm_head.weight.new_empty((0, self.config.hidden_size))
-        size, hidden = storage.page_tokens, []
-        requests = rows.begin(turns)
-        parts = ids.split([turn.tokens for turn in turns])
-        for request, part in zip(requests, parts, strict=True):
-            for piece in cut(part, request.length, size):
-                output = advance(self.model.model, storage, [request], piece[None])
+        hidden = []
+        own = ids.split([turn.tokens for turn in turns])
+        for row, tokens in zip(rows.begin(turns), own, strict=True):
+            for piece in row.pieces(storage, tokens):
+                output = advance(self.model.model, storage, [row.request], piece[None])
                 hidden.append(output.last_hidden_state[0])
-                if request.length % size == 0:
-                    request.save()
+                rows.save(row)
         return torch.cat(hidden)
 
 
@@ -109,6 +108,7 @@ def turns_of(forward_batch: Any, table: Tensor, page_tokens: int) -> Iterator[Tu
     lengths: list[int] = forward_batch.seq_lens_cpu.tolist()
     tokens = [1] * len(lengths) if mode.is_decode() else forward_batch.extend_seq_lens_cpu
     rows: list[int] = forward_batch.req_pool_indices.tolist()
-    for row, length, new in zip(rows, lengths, tokens, strict=True):
+    for row, length, new, rid in zip(rows, lengths, tokens, forward_batch.rids, strict=True):
         pages = (table[row, :length:page_tokens] // page_tokens).cpu().numpy().astype(np.int64)
-        yield Turn(row, length - new, new, pages)
+        layout = rid.layout if isinstance(rid, ReaderId) else None
+        yield Turn(row, length - new, new, pages, layout)

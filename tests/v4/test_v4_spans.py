@@ -43,7 +43,7 @@ class Served:
         logits = []
         for number, one in enumerate(sequence):
             if isinstance(one, Body):
-                read(self.store, request, self.pages[id(one)], first_page=one.first // PAGE)
+                read(self.store, request, self.pages[id(one)][one.first // PAGE :], first=one.first)
                 continue
             last = number == len(sequence) - 1
             prompt = one[:-ANSWER] if last else one
@@ -185,7 +185,7 @@ def test_a_part_shorter_than_the_window_is_refused() -> None:
     request = Request.open(made.pool)
     assert request is not None
     with pytest.raises(ValueError, match="a part of 0 tokens is shorter than the window of 128"):
-        read(made, request, pages, first_page=2)
+        read(made, request, pages[2:], first=2 * PAGE)
 
 
 def test_rotations_add_and_unknown_tables_are_refused() -> None:

@@ -78,7 +78,7 @@ class Ring:
         return np.where(readable, rows, PADDING_ROW), readable
 
     def saved_rows(self, slot: int, positions: Positions) -> Rows:
-        """Where the saved state in ``slot`` has positions, int64 [n]; all of them must be there. O(n)."""
+        """Where the saved state in ``slot`` has positions, int64 [n]; all must be there. O(n)."""
         assert slot > 0 and not self._tails[slot], "not the slot of a saved state"
         numbers = positions // self.plane.tokens
         rows = self._rows(np.full(len(numbers), slot), numbers)

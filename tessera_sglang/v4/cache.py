@@ -42,8 +42,9 @@ class PooledCache(Cache):  # type: ignore[misc] # untyped base
         """``slots`` is int64 [requests], ``pages`` int64 [requests, pages], in row order.
 
         ``parts`` are those that each request reads besides, counted in ``length``: as many pages in
-        each request, or empty where none reads any. Pages must reach as far as the tokens that will come; those before ``length`` are only read, so
-        they may be shared, but ``length`` must then be a whole number of pages.
+        each request, or empty where none reads any. Pages must reach as far as the tokens that will
+        come; those before ``length`` are only read, so they may be shared, but ``length`` must then be a
+        whole number of pages.
         """
         assert len(slots) == len(pages) == len(np.unique(slots)), (
             "one slot and one row of pages each"

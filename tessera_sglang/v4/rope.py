@@ -1,8 +1,9 @@
 """Rows turned to another position.
 
 A row of a window, and an entry of a group, carries the rotation of its position p in its last channels:
-R(p)c. Rotations add, so R(s)R(p)c is the row at p + s. Key and value are one row in DeepSeek-V4, and the
-model turns an attention output back by its query's position, so what is turned as a row is right as both.
+R(p)c. Rotations add, so R(s)R(p)c is the row at p + s. Key and value are one row in DeepSeek-V4, and
+the model turns an attention output back by its query's position: what is turned as a row is right as
+both.
 
 Windows of layers without compression turn by the frequencies that transformers calls ``main``, all other
 rows by ``compress``.

@@ -40,7 +40,9 @@ class EntryRows:
 
     all: torch.Tensor  # after this pass
     new: torch.Tensor  # those that it closes, the last ones
-    shifts: torch.Tensor | None  # of all, in tokens: how far parts stand from where they were computed
+    shifts: (
+        torch.Tensor | None
+    )  # of all, in tokens: how far parts stand from where they were computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,10 +66,10 @@ def plan(
 ) -> Step:
     """Find the rows of a pass, and move the tags on to what it will write.
 
-    ``slots`` is int64 [requests], ``pages`` int64 [requests, pages], a request's own; ``parts`` are those
-    that each reads besides, of as many pages in each, or empty where none reads any. Raises ValueError
-    where the pages do not reach the end of the pass, and :class:`StateMissing`, with nothing changed,
-    where a slot lacks a position that the pass reads. O(requests * entries).
+    ``slots`` is int64 [requests], ``pages`` int64 [requests, pages], a request's own; ``parts`` are
+    those that each reads besides, of as many pages in each, or empty where none reads any. Raises
+    ValueError where the pages do not reach the end of the pass, and :class:`StateMissing`, with nothing
+    changed, where a slot lacks a position that the pass reads. O(requests * entries).
 
     Windows go by position, over parts and own tokens alike. Groups are of own tokens, one after the
     other, as if no part stood between them: so tails and overlaps go by own tokens.
@@ -100,7 +102,7 @@ def plan(
 
 
 def intervals(plane: Plane, start: int, end: int) -> tuple[Interval, Interval]:
-    """Positions, or own tokens, that a pass over ``[start, end)`` reads from an arena plane, and those it writes.
+    """What a pass over ``[start, end)``, positions or own tokens, reads from an arena plane, and writes.
 
     - ``window``: the query at ``start`` sees itself and ``rows - 1`` tokens before it.
     - a ``tail`` holds the group that is not complete yet.
@@ -149,9 +151,7 @@ def _entries(
     if not any(parts):
         rows = torch.from_numpy(own)
         return EntryRows(rows, rows[:, start // stride :], None)
-    found = [
-        _woven(row, some, page_tokens, stride) for row, some in zip(own, parts, strict=True)
-    ]
+    found = [_woven(row, some, page_tokens, stride) for row, some in zip(own, parts, strict=True)]
     rows, shifts = (torch.from_numpy(np.stack(columns)) for columns in zip(*found, strict=True))
     return EntryRows(rows, rows[:, start // stride :], shifts)
 

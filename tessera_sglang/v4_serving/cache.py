@@ -47,7 +47,9 @@ class V4Cache(TesseraCache):
             root = self.root_key(key.extra_key, key.cache_salt, lora_id)
             chain = self.index.chain(root, key.token_ids)
             path = self._from_a_state(
-                lambda limit: self.index.path(self.index.match(chain, limit).segments()), 0, len(key)
+                lambda limit: self.index.path(self.index.match(chain, limit).segments()),
+                0,
+                len(key),
             )
         else:
             limit = min(len(key), self._publishable(reader))

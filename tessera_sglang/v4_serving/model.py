@@ -1,7 +1,8 @@
 """DeepSeek-V4 as a model class for SGLang: transformers' own model, a request at a time.
 
-Forward passes end at page boundaries, where the state is saved, and where a shared run comes to be seen: a
-prompt runs page by page, whatever the chunks of SGLang's prefill are, so an answer does not depend on them.
+Forward passes end at page boundaries, where the state is saved, and where a shared run comes to be seen:
+a prompt runs page by page, whatever the chunks of SGLang's prefill are, so an answer does not depend on
+them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """The arena slot of each row of SGLang's request table.
 
-A row gets its slot in the first forward pass in which it is seen, with the state of the page that its own
-prefix ends with. It keeps it until SGLang gives the row to somebody else or tells that it is free. A row
-with spans takes each shared run when its own tokens reach the first one that sees it. Knows no engine.
+A row gets its slot in the first forward pass in which it is seen, with the state of the page that its
+own prefix ends with. It keeps it until SGLang gives the row to somebody else or tells that it is free. A
+row with spans takes each shared run when its own tokens reach the first one that sees it. Knows no
+engine.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ class Row:
 
     @property
     def unread(self) -> Iterator[tuple[int, PageIds, int]]:
-        """Runs that it has not come to: first own token that sees it, its pages, where they were computed."""
+        """Runs to come: the first own token that sees one, its pages, where they were computed."""
         layout = self.layout
         if layout is None:
             return

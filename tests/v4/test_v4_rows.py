@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from v4_model import PAGE, model, poison, storage, tokens
 
+from tessera_sglang.attention.layout import Span, lay_out
 from tessera_sglang.v4 import LayerStorage
-from tessera_sglang.v4.forward import advance, cut
+from tessera_sglang.v4.forward import advance
 from tessera_sglang.v4.parts import StateMissing
 from tessera_sglang.v4_serving.rows import Rows, Turn
 
@@ -25,12 +26,11 @@ def owned(count: int = 16, **sizes: int) -> LayerStorage:
 
 def serve(store: LayerStorage, rows: Rows, *turns: Turn, seed: int = 0) -> None:
     """What the model class does, without its logits."""
-    for turn, request in zip(turns, rows.begin(turns), strict=True):
+    for turn, row in zip(turns, rows.begin(turns), strict=True):
         ids = tokens(turn.start + turn.tokens, seed)[turn.start :]
-        for piece in cut(ids, turn.start, PAGE):
-            advance(model().model, store, [request], piece[None])
-            if request.length % PAGE == 0:
-                assert request.save()
+        for piece in row.pieces(store, ids):
+            advance(model().model, store, [row.request], piece[None])
+            rows.save(row)
 
 
 def test_a_row_keeps_its_slot_until_it_is_released() -> None:
@@ -60,22 +60,51 @@ def test_a_page_that_is_written_anew_loses_its_state() -> None:
         rows.begin([Turn(3, PAGE, 5, pages(7, 8))])
 
 
-def test_a_new_row_does_not_take_the_state_that_another_one_begins_from() -> None:
-    store = owned(slots=4, running=3)
-    rows = Rows(store.pool)
+def test_states_leave_a_slot_for_every_row_that_may_begin() -> None:
+    store = owned(slots=5, running=3)
+    rows, arena = Rows(store.pool), store.pool.arena
     for number, page in enumerate((11, 12, 13)):  # the first is the oldest
         serve(store, rows, Turn(1, 0, PAGE, pages(page)), seed=number)
         rows.release([1])
-    serve(store, rows, Turn(9, 0, 1, pages(1)))
-    assert store.pool.arena.available == 0
+    assert sorted(arena.saved_pages()) == [12, 13]
+    rows.awaited = lambda: [12]
+    serve(store, rows, Turn(1, 0, PAGE, pages(14)), seed=4)
+    assert sorted(arena.saved_pages()) == [12, 14]
+    rows.awaited = lambda: [12, 14]
+    serve(store, rows, Turn(2, 0, PAGE, pages(15)), seed=5)
+    assert sorted(arena.saved_pages()) == [12, 14], "all are counted on: this one is not kept"
     poison(store.pool)
-    serve(
-        store,
-        rows,
-        Turn(2, 0, 1, pages(2)),
-        Turn(3, PAGE, 1, pages(11, 3)),
+    serve(store, rows, Turn(3, PAGE, 1, pages(12, 3)), seed=1)
+    assert (len(rows), arena.available) == (3, 0)
+    store.pool.check_invariants()
+
+
+def test_a_row_with_spans_takes_each_run_in_its_place_and_saves_nothing_behind_it() -> None:
+    store = owned(slots=8, running=3)
+    rows, arena = Rows(store.pool), store.pool.arena
+    serve(store, rows, Turn(1, 0, 2 * PAGE, pages(11, 12)))
+    rows.release([1])
+    layout = lay_out(
+        [Span(150, 150 + 2 * PAGE)],
+        prompt_tokens=600,
+        page_size=PAGE,
+        root_tokens=0,
+        linked_pages=1,
     )
-    assert 11 in store.pool.arena.saved_pages()
+    assert layout is not None
+    rows.awaited = tuple
+    row_pages = pages(12, 1, 2, 3, 4)
+    for start, count in ((PAGE, 60), (PAGE + 60, 200), (PAGE + 260, 212)):
+        serve(store, rows, Turn(7, start, count, row_pages[: -(-(start + count) // PAGE)], layout))
+        (row,) = rows.begin([Turn(7, start + count, 1, row_pages, layout)])
+        read = start + count - PAGE > 150 + PAGE
+        assert [part.shift for part in row.request.parts] == ([150] if read else [])
+        assert (12 in rows._kept()) is not read
+    assert 1 in arena.saved_pages(), "a page before the span is anybody's"
+    assert not {2, 3, 4} & set(arena.saved_pages())
+    arena.drop(pages(12))
+    with pytest.raises(StateMissing):
+        serve(store, rows, Turn(8, PAGE, 472, pages(12, 5, 6, 7, 8), layout))
     store.pool.check_invariants()
 
 

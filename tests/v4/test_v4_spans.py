@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from span_oracle import Body, answer
 from v4_model import PAGE, TOLERANCE, config, difference, model, pieces, poison, storage, tokens
+from v4_span_oracle import Body, answer
 
 from tessera_sglang.memory_pool.paged import PageIds
 from tessera_sglang.v4 import LayerStorage, Request, StateMissing, Work, read, run
@@ -65,6 +65,10 @@ class Served:
         ]
 
 
+def body_of(ids: torch.Tensor, first: int = 0) -> Body:
+    return Body(model(), ids, first)
+
+
 def prefix(store: LayerStorage, ids: torch.Tensor) -> PageIds:
     """Pages of a plain prefix, with its states."""
     request = Request.open(store.pool)
@@ -83,40 +87,40 @@ def around(body: Body, offset: int, rest: int = 90) -> Sequence_:
 @pytest.mark.parametrize("first", [0, PAGE], ids=["whole", "from its second page"])
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_a_body_reads_the_same_at_any_offset(offset: int, first: int) -> None:
-    body = Body(tokens(3 * PAGE, seed=30), first)
+    body = body_of(tokens(3 * PAGE, seed=30), first)
     sequence = around(body, offset)
-    assert difference(Served.of(body).read(sequence), answer(sequence)) <= TOLERANCE
+    assert difference(Served.of(body).read(sequence), answer(model(), sequence)) <= TOLERANCE
 
 
 def test_where_it_was_computed_it_is_a_plain_prefix() -> None:
     """The oracle itself, against transformers' own run without parts."""
-    body = Body(tokens(3 * PAGE, seed=30))
+    body = body_of(tokens(3 * PAGE, seed=30))
     rest = tokens(300, seed=31)
     plain = [model()(input_ids=rest[None], past_key_values=body.cache).logits[0]]
-    again = Body(body.tokens)
-    assert difference(answer([again, rest]), plain[0]) <= TOLERANCE
+    again = body_of(body.tokens)
+    assert difference(answer(model(), [again, rest]), plain[0]) <= TOLERANCE
 
 
 @pytest.mark.parametrize("tokens_between", [1, 3, 66, 131])
 def test_several_bodies_in_either_order(tokens_between: int) -> None:
     """Own groups that begin before a body and end behind it; windows that see body, gap and body."""
-    one, other = Body(tokens(2 * PAGE, seed=32)), Body(tokens(PAGE, seed=33))
+    one, other = body_of(tokens(2 * PAGE, seed=32)), body_of(tokens(PAGE, seed=33))
     served = Served.of(one, other)
     gap = tokens(tokens_between, seed=34)
     for first, second in ((one, other), (other, one), (one, one)):
         sequence = [tokens(50, seed=35), first, gap, second, tokens(150 + ANSWER, seed=36)]
-        assert difference(served.read(sequence), answer(sequence)) <= TOLERANCE
+        assert difference(served.read(sequence), answer(model(), sequence)) <= TOLERANCE
 
 
 def test_bodies_side_by_side_and_a_reader_that_only_answers() -> None:
-    one, other = Body(tokens(PAGE, seed=37)), Body(tokens(2 * PAGE, seed=38))
+    one, other = body_of(tokens(PAGE, seed=37)), body_of(tokens(2 * PAGE, seed=38))
     sequence = [one, other, tokens(ANSWER, seed=39)]
-    assert difference(Served.of(one, other).read(sequence), answer(sequence)) <= TOLERANCE
+    assert difference(Served.of(one, other).read(sequence), answer(model(), sequence)) <= TOLERANCE
 
 
 @pytest.mark.parametrize("offset", OFFSETS)
 def test_warm_equals_cold_to_the_last_bit(offset: int) -> None:
-    body = Body(tokens(3 * PAGE, seed=30))
+    body = body_of(tokens(3 * PAGE, seed=30))
     sequence = around(body, offset)
     cold = Served.of(body).read(sequence)
     warm = Served.of(body)
@@ -129,7 +133,7 @@ def test_warm_equals_cold_to_the_last_bit(offset: int) -> None:
 
 
 def test_readers_of_one_shape_share_a_pass() -> None:
-    body, other = Body(tokens(2 * PAGE, seed=32)), Body(tokens(2 * PAGE, seed=33))
+    body, other = body_of(tokens(2 * PAGE, seed=32)), body_of(tokens(2 * PAGE, seed=33))
     served = Served.of(body, other)
     apart = [
         [tokens(30, seed=60), body, tokens(40, seed=61)],
@@ -142,21 +146,26 @@ def test_readers_of_one_shape_share_a_pass() -> None:
         assert request.reserve(70)
         found[number] += run(model(), served.store, [Work(request, sequence[0])])
         read(served.store, request, served.pages[id(sequence[1])])
-    last = [(0, apart[0][2][:20]), (1, apart[1][2][:40]), (0, apart[0][2][20:]), (1, apart[1][2][40:])]
+    last = [
+        (0, apart[0][2][:20]),
+        (1, apart[1][2][:40]),
+        (0, apart[0][2][20:]),
+        (1, apart[1][2][40:]),
+    ]
     for pair in (last[:2], last[2:]):
         work = [Work(requests[number], ids) for number, ids in pair]
         for (number, _), logits in zip(pair, run(model(), served.store, work), strict=True):
             found[number].append(logits)
     assert requests[0].length == requests[1].length
     for logits, sequence in zip(found, apart, strict=True):
-        assert difference(torch.cat(logits), answer(sequence)) <= TOLERANCE
+        assert difference(torch.cat(logits), answer(model(), sequence)) <= TOLERANCE
 
 
 def test_rows_that_are_not_turned_give_another_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """The counter-example to reading a part as it was computed: windows, entries, indexer keys."""
-    body = Body(tokens(3 * PAGE, seed=30))
+    body = body_of(tokens(3 * PAGE, seed=30))
     sequence = around(body, 77)
-    expected, served = answer(sequence), Served.of(body)
+    expected, served = answer(model(), sequence), Served.of(body)
     for method in ("turn_window", "turn_entries"):
         with monkeypatch.context() as patched:
             patched.setattr(Rope, method, lambda _, rows, *__: rows)
@@ -165,7 +174,7 @@ def test_rows_that_are_not_turned_give_another_answer(monkeypatch: pytest.Monkey
 
 
 def test_a_part_without_its_state_is_refused_and_nothing_changes() -> None:
-    body = Body(tokens(2 * PAGE, seed=32))
+    body = body_of(tokens(2 * PAGE, seed=32))
     served = Served.of(body)
     pages = served.pages[id(body)]
     served.store.pool.arena.drop(pages[-1:])

@@ -1,4 +1,4 @@
-"""What DeepSeek-V4 answers over shared parts, by the definition in docs/deepseek-v4.md and without a cache.
+"""What DeepSeek-V4 answers over shared parts, as docs/deepseek-v4.md defines it, without a cache.
 
 Bodies are run by transformers alone, as the plain prefixes that they are. A reader's own tokens then go
 through the model in one pass, with attention written out: keys stay where they were computed, the query
@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
-from v4_model import PAGE, SWA, model, own_cache, pieces, reference
+from transformers import DeepseekV4ForCausalLM, DynamicCache
+from v4_oracle import PAGE
 
 Own = Tensor  # int64 [tokens]
 
@@ -25,13 +25,15 @@ Own = Tensor  # int64 [tokens]
 class Body:
     """A plain prefix, computed by transformers from position 0, read from ``first`` on."""
 
+    model: DeepseekV4ForCausalLM
     tokens: Tensor
     first: int = 0
 
     def __post_init__(self) -> None:
-        self.cache: DynamicCache = own_cache()
-        for piece in pieces(self.tokens, PAGE):
-            reference(piece, self.cache)
+        self.cache = DynamicCache(config=self.model.config)
+        with torch.inference_mode():
+            for piece in self.tokens.split(PAGE):
+                self.model(input_ids=piece[None], past_key_values=self.cache)
 
     @property
     def length(self) -> int:
@@ -52,7 +54,7 @@ class Placed:
         return self.start + self.body.length
 
 
-def answer(sequence: Sequence[Own | Body]) -> Tensor:
+def answer(model: DeepseekV4ForCausalLM, sequence: Sequence[Own | Body]) -> Tensor:
     """Logits of all own tokens, [tokens, vocabulary]."""
     ids, positions, placed, at = [], [], [], 0
     for one in sequence:
@@ -63,28 +65,30 @@ def answer(sequence: Sequence[Own | Body]) -> Tensor:
             ids.append(one)
             positions.append(torch.arange(at, at + len(one)))
             at += len(one)
-    return _run(torch.cat(ids), torch.cat(positions), placed)
+    return _run(model, torch.cat(ids), torch.cat(positions), placed)
 
 
 @torch.inference_mode()
-def _run(ids: Tensor, positions: Tensor, placed: list[Placed]) -> Tensor:
-    made = model()
+def _run(
+    model: DeepseekV4ForCausalLM, ids: Tensor, positions: Tensor, placed: list[Placed]
+) -> Tensor:
+    table = model.model.rotary_emb
 
     def attention(module: Any) -> Callable[..., tuple[Tensor, None]]:
         def forward(hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
-            found = Attention(module, hidden_states[0], positions, placed).output()
+            found = Attention(module, table, hidden_states[0], positions, placed).output()
             return found[None], None
 
         return forward
 
-    with _instead(attention):
-        logits: Tensor = made(input_ids=ids[None], position_ids=positions[None]).logits
+    with _instead(model, attention):
+        logits: Tensor = model(input_ids=ids[None], position_ids=positions[None]).logits
     return logits[0]
 
 
 @contextmanager
-def _instead(attention: Callable[[Any], Any]) -> Iterator[None]:
-    modules = [layer.self_attn for layer in model().model.layers]
+def _instead(model: DeepseekV4ForCausalLM, attention: Callable[[Any], Any]) -> Iterator[None]:
+    modules = [layer.self_attn for layer in model.model.layers]
     for module in modules:
         module.forward = attention(module)
     try:
@@ -116,10 +120,11 @@ class Seen:
 class Attention:
     """One layer over a reader's own tokens and the parts that stand between them."""
 
-    def __init__(self, module: Any, hidden: Tensor, positions: Tensor, placed: list[Placed]) -> None:
+    def __init__(
+        self, module: Any, table: Any, hidden: Tensor, positions: Tensor, placed: list[Placed]
+    ) -> None:
         self.module, self.hidden, self.at, self.placed = module, hidden, positions, placed
-        table = model().model.rotary_emb
-        kind = "main" if module.layer_type == SWA else "compress"
+        kind = "main" if module.layer_type == "sliding_attention" else "compress"
         self.frequencies = getattr(table, f"{kind}_inv_freq")
         self.residual = module.q_a_norm(module.q_a_proj(hidden))
         heads = module.q_b_proj(self.residual).view(len(hidden), -1, module.head_dim)
@@ -190,7 +195,7 @@ class Attention:
         whole = len(self.hidden) // rate * rate
         series = made.kv_proj(self.hidden)[:whole].unflatten(0, (-1, rate))
         gates = made.gate_proj(self.hidden)[:whole].unflatten(0, (-1, rate)) + made.position_bias
-        if series.shape[-1] == 2 * width:  # a group's own second series, and the first of the one before
+        if series.shape[-1] == 2 * width:  # own second series, and the first of the group before
             nothing = torch.full_like(gates[:1, :, :width], float("-inf"))
             before = torch.cat([torch.zeros_like(nothing), series[:-1, :, :width]])
             closed = torch.cat([nothing, gates[:-1, :, :width]])

@@ -56,6 +56,17 @@ class Placed:
 
 def answer(model: DeepseekV4ForCausalLM, sequence: Sequence[Own | Body]) -> Tensor:
     """Logits of all own tokens, [tokens, vocabulary]."""
+    return answer_and_margins(model, sequence)[0]
+
+
+def answer_and_margins(
+    model: DeepseekV4ForCausalLM, sequence: Sequence[Own | Body]
+) -> tuple[Tensor, Tensor]:
+    """Likewise, and by how much the last entry that the indexer chose beat the next one, [tokens].
+
+    The least of all layers, infinite where everything was chosen. What is chosen is no continuous
+    function of the scores: where the margin is within rounding, another choice is as right.
+    """
     ids, positions, placed, at = [], [], [], 0
     for one in sequence:
         if isinstance(one, Body):
@@ -71,19 +82,20 @@ def answer(model: DeepseekV4ForCausalLM, sequence: Sequence[Own | Body]) -> Tens
 @torch.inference_mode()
 def _run(
     model: DeepseekV4ForCausalLM, ids: Tensor, positions: Tensor, placed: list[Placed]
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     table = model.model.rotary_emb
+    margins = [torch.full((len(ids),), float("inf"))]
 
     def attention(module: Any) -> Callable[..., tuple[Tensor, None]]:
         def forward(hidden_states: Tensor, **_: object) -> tuple[Tensor, None]:
-            found = Attention(module, table, hidden_states[0], positions, placed).output()
+            found = Attention(module, table, hidden_states[0], positions, placed, margins).output()
             return found[None], None
 
         return forward
 
     with _instead(model, attention):
         logits: Tensor = model(input_ids=ids[None], position_ids=positions[None]).logits
-    return logits[0]
+    return logits[0], torch.stack(margins).amin(dim=0)
 
 
 @contextmanager
@@ -121,8 +133,15 @@ class Attention:
     """One layer over a reader's own tokens and the parts that stand between them."""
 
     def __init__(
-        self, module: Any, table: Any, hidden: Tensor, positions: Tensor, placed: list[Placed]
+        self,
+        module: Any,
+        table: Any,
+        hidden: Tensor,
+        positions: Tensor,
+        placed: list[Placed],
+        margins: list[Tensor],
     ) -> None:
+        self.margins = margins
         self.module, self.hidden, self.at, self.placed = module, hidden, positions, placed
         kind = "main" if module.layer_type == "sliding_attention" else "compress"
         self.frequencies = getattr(table, f"{kind}_inv_freq")
@@ -217,7 +236,11 @@ class Attention:
             total = (each * weights.T[..., None]).sum(dim=0)
             scores.append(total.masked_fill(~one.visible, float("-inf")))
         ranked = torch.cat(scores, dim=-1)
-        best = ranked.topk(min(indexer.index_topk, ranked.shape[-1]), dim=-1).indices
+        most = min(indexer.index_topk, ranked.shape[-1])
+        best = ranked.topk(most, dim=-1).indices
+        if most < ranked.shape[-1]:
+            last, next_ = ranked.topk(most + 1, dim=-1).values[:, -2:].unbind(-1)
+            self.margins.append((last - next_).nan_to_num(nan=float("inf"), posinf=float("inf")))
         chosen = torch.zeros_like(ranked, dtype=torch.bool).scatter(-1, best, True)
         shares = chosen.split([len(one.rows) for one in entries], dim=-1)
         return [

@@ -159,8 +159,9 @@ def _hybrid(reader: _Reader) -> HybridModel:
 def _rope_width(reader: _Reader, width: int) -> int:
     """Where ``qk_rope_head_dim`` is missing, as in what transformers saves."""
     share = reader.config.get("partial_rotary_factor")
-    given = isinstance(share, float) and 0 < share < 1
-    return int(width * share) if given else V4_ROPE_WIDTH
+    if isinstance(share, float) and 0 < share < 1:
+        return int(width * share)
+    return V4_ROPE_WIDTH
 
 
 def _hybrid_kinds(reader: _Reader) -> tuple[HybridKind, ...]:

@@ -98,8 +98,8 @@ def test_what_can_not_be_met_is_refused(
 def test_the_outlook_reads_what_transformers_saves(directory: Path) -> None:
     found, heads = outlook.look(str(directory))
     assert (found.spans, heads) == (False, None)
-    assert "on a CPU transformers'" in found.why
-    assert (found.layers, found.page_tokens) == (4, 128)
+    assert "on a CPU, for trying things out, spans are served" in found.why
+    assert (found.page_tokens, found.page_bytes) == (None, None)
 
 
 def _model(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 from tessera_sglang import compat
 
 ARCHITECTURE = "TesseraV4ForCausalLM"
+_AS_READ = "tessera_as_read"  # attribute of a loaded config
 MAX_RUNNING_REQUESTS = 32
 """Where no flag says otherwise: each has an arena slot, whether it runs or not."""
 
@@ -48,6 +49,16 @@ def load_config(original: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     config = v4_config(str(model))
     config.architectures = [ARCHITECTURE]
     config.update(dict(kwargs.get("model_override_args") or {}))
+    setattr(config, _AS_READ, config.to_dict())
+    return config
+
+
+def as_read(hf_config: Any) -> Any:
+    """A loaded config before SGLang padded its sizes to what its own CPU kernels want."""
+    from transformers import DeepseekV4Config  # not for servers of other models
+
+    config = DeepseekV4Config.from_dict(getattr(hf_config, _AS_READ, None) or hf_config.to_dict())
+    config.name_or_path = hf_config.name_or_path
     return config
 
 
@@ -63,7 +74,9 @@ def v4_config(model_path: str) -> Any:
     """A directory's config, as transformers reads it."""
     from transformers import DeepseekV4Config  # not for servers of other models
 
-    return DeepseekV4Config.from_pretrained(model_path)
+    config = DeepseekV4Config.from_pretrained(model_path)
+    config.name_or_path = model_path
+    return config
 
 
 def defaults(view: Any) -> dict[str, Any]:

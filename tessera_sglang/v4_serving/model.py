@@ -21,6 +21,7 @@ from tessera_sglang.reader import ReaderId
 from tessera_sglang.v4 import LayerStorage
 from tessera_sglang.v4.forward import advance
 
+from .config import as_read
 from .rows import Rows, Turn
 
 
@@ -35,9 +36,9 @@ class TesseraV4ForCausalLM(nn.Module):
             raise ValueError(
                 f"DeepSeek-V4 on a CPU runs unquantised weights, not {quant_config.get_name()}"
             )
-        self.config = config
-        self.model = DeepseekV4ForCausalLM(config).requires_grad_(False).eval()
-        self.logits_processor = LogitsProcessor(config)
+        self.config = as_read(config)
+        self.model = DeepseekV4ForCausalLM(self.config).requires_grad_(False).eval()
+        self.logits_processor = LogitsProcessor(self.config)
         self._storage: LayerStorage | None = None
         self._rows: Rows | None = None
         self._table: Tensor | None = None
@@ -90,14 +91,15 @@ class TesseraV4ForCausalLM(nn.Module):
         assert table is not None
         turns = list(turns_of(forward_batch, table, storage.page_tokens))
         if not turns:
-            return self.model.lm_head.weight.new_empty((0, self.config.hidden_size))
-        hidden = []
-        own = ids.split([turn.tokens for turn in turns])
-        for row, tokens in zip(rows.begin(turns), own, strict=True):
-            for piece in row.pieces(storage, tokens):
+            return torch.empty((0, self.config.hidden_size), dtype=self.model.dtype)
+        hidden: list[Tensor] = []
+        at = 0
+        for row, turn in zip(rows.begin(turns), turns, strict=True):
+            for piece in row.pieces(storage, ids[at : at + turn.tokens]):
                 output = advance(self.model.model, storage, [row.request], piece[None])
                 hidden.append(output.last_hidden_state[0])
                 rows.save(row)
+            at += turn.tokens
         return torch.cat(hidden)
 
 

@@ -1,8 +1,8 @@
 """All benchmarks, one after the other, then plots and the tables of README.md.
 
-    python -m benchmarks             # Tessera beside stock, and what spans cost: 45 minutes, saved
+    python -m benchmarks             # Tessera beside stock, and what spans cost: 40 minutes, saved
     python -m benchmarks --all       # and tools, head shapes, index, attention: an hour
-    python -m benchmarks --quick     # smaller sizes, nothing is saved
+    python -m benchmarks --quick     # agents, retrieval, latency and quality at smaller sizes: 5 minutes, nothing is saved
     python -m benchmarks --only rag tools
 
 Each runs in a process of its own, and the next one runs also after one whose checks do not hold. At the
@@ -27,7 +27,7 @@ COMMANDS = (
     *("head_shapes", "quality"),
 )
 BY_DEFAULT = frozenset({"plain_traffic", "latency", "multi_agent", "rag", "traces", "quality"})
-QUICK = frozenset({"latency", "multi_agent", "rag", "traces", "quality"})
+QUICK = frozenset({"latency", "multi_agent", "rag", "quality"})
 ONE_THREAD = frozenset({"index"})  # of the scheduler, which is what it measures
 
 

@@ -159,6 +159,13 @@ class Arena:
         self._saved.touch(np.array([page]))
         return True
 
+    def saved_slot(self, page: int) -> int | None:
+        """Where the state saved with a page is, as just used; None where it has none. O(1)."""
+        slot = None if self.empty else self._saved.slot(page)
+        if slot is not None:
+            self._saved.touch(np.array([page]))
+        return slot
+
     def _copy(self, source: int, target: int, length: int | None = None) -> None:
         for bank, ring in zip(self._storage.banks, self._rings, strict=True):
             if bank.plane.transient:
@@ -186,6 +193,17 @@ class Arena:
             ring.clear(slots)
         self._slots.free(slots)
         return len(slots)
+
+    def hand_over(self, pages: AnyIds, others: AnyIds) -> None:
+        """Let states go to other pages that hold the same tokens, pair by pair; integer [n] each.
+
+        A page that has a state keeps it. O(n).
+        """
+        if self.empty:
+            return
+        for page, other in zip(pages.tolist(), others.tolist(), strict=True):
+            if self._saved.slot(page) is not None and self._saved.slot(other) is None:
+                self._saved.move(page, other)
 
     def droppable(self, keep: AnyIds = NO_PAGES) -> int:
         """States that :meth:`drop_oldest` could drop beside those of the pages ``keep``."""

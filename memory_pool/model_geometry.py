@@ -136,7 +136,7 @@ def _hybrid(reader: _Reader) -> HybridModel:
     if reader.count("num_key_value_heads") != 1:
         raise reader.error("num_key_value_heads 1", reader.config["num_key_value_heads"])
     width = reader.count("head_dim")
-    rope = reader.count("qk_rope_head_dim", default=V4_ROPE_WIDTH)
+    rope = reader.count("qk_rope_head_dim", default=_rope_width(reader, width))
     if rope >= width:
         raise reader.error(f"qk_rope_head_dim below head_dim {width}", rope)
     rates = reader.config.get("compress_rates") or {}
@@ -154,6 +154,14 @@ def _hybrid(reader: _Reader) -> HybridModel:
         hca_tokens=strides.count(HybridKind.HCA.value),
         index_width=reader.count("index_head_dim"),
     )
+
+
+def _rope_width(reader: _Reader, width: int) -> int:
+    """Where ``qk_rope_head_dim`` is missing, as in what transformers saves."""
+    share = reader.config.get("partial_rotary_factor")
+    if isinstance(share, float) and 0 < share < 1:
+        return int(width * share)
+    return V4_ROPE_WIDTH
 
 
 def _hybrid_kinds(reader: _Reader) -> tuple[HybridKind, ...]:

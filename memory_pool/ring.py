@@ -77,6 +77,14 @@ class Ring:
         readable = (self._tags.reshape(-1)[rows] == numbers) & (positions >= 0)
         return np.where(readable, rows, PADDING_ROW), readable
 
+    def saved_rows(self, slot: int, positions: Positions) -> Rows:
+        """Where the saved state in ``slot`` has positions, int64 [n]; all must be there. O(n)."""
+        assert slot > 0 and not self._tails[slot], "not the slot of a saved state"
+        numbers = positions // self.plane.tokens
+        rows = self._rows(np.full(len(numbers), slot), numbers)
+        assert (self._tags.reshape(-1)[rows] == numbers).all(), "a state without these positions"
+        return rows
+
     def forget(self, slots: Slots, positions: Positions) -> int:
         """Make positions of running requests unreadable. Returns how many rows that freed.
 

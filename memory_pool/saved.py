@@ -57,6 +57,13 @@ class SavedStates:
         slots = self._slot[pages]
         self._used[slots[slots != _NO_SLOT]] = self._clock
 
+    def move(self, page: int, other: int) -> None:
+        """Let the state of a page belong to another, which has none. O(1)."""
+        slot = self.slot(page)
+        assert slot is not None and self.slot(other) is None
+        self._slot[page], self._slot[other] = _NO_SLOT, slot
+        self._page[slot] = other
+
     def remove(self, pages: AnyIds) -> UnitIds:
         """Forget the states of pages (integer [n], no two equal); returns the slots freed. O(n)."""
         found = self._slot[pages]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -347,6 +347,17 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         allocator, size = self.token_to_kv_pool_allocator, self.page_size
         pages, available = allocator.size // size, allocator.available_size() // size
         return TierView.of_pages(self.index, size=pages, available=available)
+
+    def readable(self, path: Path) -> bool:
+        """Whether what is resident of a span can be read: here it is enough that its pages are."""
+        return True
+
+    def keep_for(self, waiting: Callable[[], Iterable[Path]]) -> None:
+        """Who waits holds what ``waiting`` gives; what else those paths need is to stay as well."""
+
+    def more_state(self) -> dict[str, Any]:
+        """What a kind of cache adds to ``/server_info``."""
+        return {}
 
     # --- the rest of the interface ---------------------------------------------------------------
 

@@ -38,6 +38,7 @@ from sglang.srt.layers.layer_boundary.adapters.attention import (
     AttentionInputs,
     get_attn_tp_context,
 )
+from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
 from sglang.srt.managers.schedule_batch import FINISH_ABORT, Req, ScheduleBatch
 from sglang.srt.managers.schedule_policy import AddReqResult
@@ -53,6 +54,7 @@ from sglang.srt.mem_cache.memory_pool import (
     KVWriteLoc,
     MHATokenToKVPool,
     MLATokenToKVPool,
+    NoOpMHATokenToKVPool,
 )
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
@@ -93,9 +95,11 @@ __all__ = [
     "IncLockRefResult",
     "IncompatibleError",
     "KVWriteLoc",
+    "LogitsProcessor",
     "MHATokenToKVPool",
     "MLATokenToKVPool",
     "MatchResult",
+    "NoOpMHATokenToKVPool",
     "RadixAttention",
     "Req",
     "SamplingParams",
@@ -124,6 +128,7 @@ __all__ = [
     "picks_keys",
     "platform_is_plugin_cpu",
     "register_attention_backend",
+    "register_model",
     "register_resolution_hook",
     "resolving_view",
     "use_mla_backend",
@@ -202,6 +207,15 @@ def platform_is_plugin_cpu() -> bool:
 def picks_keys(server_args: Any) -> bool:
     """Whether the model has DeepSeek's sparse attention."""
     return bool(is_deepseek_dsa(model_config_of(server_args).hf_config))
+
+
+def register_model(architecture: str, model: type) -> None:
+    """Let SGLang find a model class by the architecture that a config names."""
+    from sglang.srt.models.registry import ModelRegistry  # imports every model that SGLang has
+
+    known = ModelRegistry.models.setdefault(architecture, model)
+    if known is not model:
+        raise IncompatibleError(f"{architecture} is registered as {known}, by another plugin")
 
 
 def build_backend(runner: Any, name: str) -> Any:

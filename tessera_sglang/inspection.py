@@ -152,6 +152,7 @@ def _cache_state(cache: TesseraCache) -> dict[str, Any]:
             "quarantined_pages": cache.quarantined_pages,
         },
         "traffic": dataclasses.asdict(cache.traffic),
+        **cache.more_state(),
     }
 
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from http import HTTPStatus
@@ -78,6 +78,7 @@ class SpanIntake:
         self._on_the_way: dict[Body, SpanPrefill] = {}
         self._holding: dict[int, tuple[Any, Reader]] = {}  # by id of the request
         self._serial = 0
+        cache.keep_for(self._held)
 
     # --- arrival ---------------------------------------------------------------------------------
 
@@ -229,7 +230,7 @@ class SpanIntake:
         crowded = False  # an earlier reader lacks room: later ones must not take what comes free
         for req in queue:
             reader = reader_of(req)
-            if reader is None or reader.ready(self.cache.index):
+            if reader is None or self._ready(reader):
                 visible.append(req)
                 continue
             missing = self._gather(req, reader, only_look=crowded)
@@ -246,6 +247,12 @@ class SpanIntake:
                     visible += [self._start(req, reader, body).request for body in absent]
                 hidden.append(req)
         return self._without_unwanted(visible, wanted), hidden
+
+    def _ready(self, reader: Reader) -> bool:
+        if not reader.ready(self.cache.index):
+            return False
+        assert reader.path is not None
+        return self.cache.readable(reader.path)
 
     def _forget_vanished(self, queue: Sequence[Any]) -> None:
         waiting = {id(req) for req in queue}
@@ -272,7 +279,7 @@ class SpanIntake:
         missing: list[Body] = []
         for body in reader.distinct_bodies:
             held = reader.body_holds.get(body)
-            if held is not None and index.intact(held):
+            if held is not None and index.intact(held) and self.cache.readable(held):
                 continue
             if held is not None:
                 index.release(reader.body_holds.pop(body))
@@ -298,11 +305,12 @@ class SpanIntake:
         if body in self._on_the_way or body.missing_at == published:
             return None
         found = index.match(body.chain)
-        if found.pages < body.chain.page_count:
+        path = index.path(found.segments())
+        if found.pages < body.chain.page_count or not self.cache.readable(path):
             body.missing_at = published
             return None
         body.failures = 0
-        return index.path(found.segments())
+        return path
 
     def _give_up(self, req: Any) -> None:
         """A span can not be kept, whatever the reason: say so instead of trying for ever."""
@@ -384,6 +392,14 @@ class SpanIntake:
         if reader.path is not None:
             self.cache.index.release(reader.path)
             reader.path = None
+
+    def _held(self) -> Iterator[Path]:
+        """What all readers hold that wait."""
+        for _, reader in self._holding.values():
+            if reader.path is not None:
+                yield reader.path
+            else:
+                yield from reader.body_holds.values()
 
     def _release_bodies(self, reader: Reader) -> None:
         for held in reader.body_holds.values():

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tessera_sglang.memory_pool import ledger
@@ -71,12 +71,18 @@ def look(text: str) -> tuple[Outlook, Heads | None]:
     config = dict(known.config) if known is not None else _raw(Path(text))
     refusals = [*_of_attention(model), *_of_rotary(config)]
     page_tokens = None if isinstance(model, HybridModel) else PAGE_TOKENS
-    sheet = ledger.build(model, (PAGE_TOKENS,), page_tokens=page_tokens)
     outlook = Outlook(
         model=model.name,
         spans=not refusals,
         why=refusals[0] if refusals else "every layer pages its whole context, by one rotary table",
         attention=_attention(model),
+    )
+    try:
+        sheet = ledger.build(model, (PAGE_TOKENS,), page_tokens=page_tokens)
+    except ValueError:  # rows of a tiny model do not divide into the scales of a packed format
+        return outlook, None if refusals else _heads(model)
+    outlook = replace(
+        outlook,
         layers=sheet.layers,
         page_tokens=sheet.page.page_tokens,
         page_bytes=sheet.page.page_bytes or None,
@@ -97,7 +103,10 @@ def _raw(path: Path) -> dict[str, object]:
 
 def _of_attention(model: AnyModel) -> Iterator[str]:
     if isinstance(model, HybridModel):
-        yield "compressed and windowed layers are SGLang's to run"
+        yield (
+            "on a GPU compressed and windowed layers are SGLang's to run, which reads shared pages only "
+            "where they were computed; on a CPU, for trying things out, spans are served"
+        )
     elif isinstance(model, MlaModel) and model.index_width:
         yield "sparse attention: an indexer chooses what a query reads"
     elif isinstance(model, GroupedModel) and any(model.windows):

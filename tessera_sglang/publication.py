@@ -116,7 +116,7 @@ def row_schema(pool: Any, *, page_tokens: int, rope_hash: str) -> RowSchema:
     planes: tuple[torch.Tensor, ...] = ()
     if isinstance(pool, MLATokenToKVPool):
         planes = (pool.kv_buffer[0],)
-    elif isinstance(pool, MHATokenToKVPool) and not pool.use_hnd:
+    elif type(pool) is MHATokenToKVPool and not pool.use_hnd:
         planes = (pool.k_buffer[0], pool.v_buffer[0])
     return RowSchema(
         layers=(first, first + pool.layer_num),

@@ -19,6 +19,7 @@ from . import compat
 from .config import BACKEND, PAGE_TOKENS, Config, load
 from .kernels import check_wanted
 from .survey import SPARSE_BACKEND
+from .v4_serving import config as v4
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +57,9 @@ def choose_defaults(server_args: Any, previous: Callable[[Any], None]) -> None:
         config = load()  # a bad TESSERA_CONFIG stops the start here
         _check_drafts(view, config)
         chosen: dict[str, Any] = {}
-        if view.page_size is None and not view.speculative_algorithm:
+        if _serves_v4(view):
+            chosen |= v4.defaults(view)
+        elif view.page_size is None and not view.speculative_algorithm:
             chosen["page_size"] = PAGE_TOKENS
         if _on_cpu(view):
             chosen["disable_cuda_graph"] = True
@@ -90,6 +93,8 @@ def refuse_contradictions(server_args: Any, previous: Callable[[Any], None]) -> 
             mla=compat.use_mla_backend(server_args),
             sparse=compat.picks_keys(server_args),
         )
+        if _serves_v4(view):
+            _refuse_with_v4(view, config)
         try:
             check_wanted(config.kernel, view.device)
         except RouteError as error:
@@ -261,6 +266,15 @@ def _refused_with_content(view: Any) -> list[tuple[str, str]]:
     if compat.envs.SGLANG_RADIX_FORCE_MISS.get():
         found.append(("SGLANG_RADIX_FORCE_MISS", "a reader can not be scheduled without its spans"))
     return found
+
+
+def _serves_v4(view: Any) -> bool:
+    return _on_cpu(view) and v4.serves_here(view.model_path)
+
+
+def _refuse_with_v4(view: Any, config: Config) -> None:
+    for flag, reason, remedy in v4.contradictions(view, index=config.index, verify=config.verify):
+        raise StartupError(f"{flag} with a DeepSeek-V4 model on a CPU: {reason}; {remedy}")
 
 
 def _on_cpu(view: Any) -> bool:

@@ -40,8 +40,8 @@ class Survey:
 
     ``foreign`` says why Tessera's own kernel can not serve its layers: one of SGLang's backends then
     does, ``stock``, or where that is None its default for the device. ``refusal`` says why spans can
-    not be served; ``rotation`` and ``rope_start`` (first rotary channel of a query head) are set
-    exactly when it is None.
+    not be served; ``rotation`` and ``rope_start`` (first rotary channel of a query head) are set when
+    it is None and Tessera's kernels turn the queries.
     """
 
     foreign: str | None

@@ -39,6 +39,10 @@ from .publication import rope_hash, run_pass
 from .root import root_tokens
 from .stock import build_stock, keep_prefix_chunks, register_forward_method, stand_aside
 from .survey import LatentRow, Survey, survey
+from .v4_serving import config as v4_config
+from .v4_serving import pool as v4_pool
+from .v4_serving.backend import V4Backend
+from .v4_serving.cache import V4Cache
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +62,11 @@ def survey_of(runner: Any) -> Survey:
         latent = None
         if isinstance(pool, MLATokenToKVPool):
             latent = LatentRow(pool.kv_lora_rank, pool.qk_rope_head_dim)
-        found = survey(runner.model, runner.model_config.hf_text_config, latent)
+        if v4_pool.is_v4_pool(pool):
+            refusal = v4_config.refusal(runner.model.config)
+            found = Survey(foreign=v4_config.SERVED_BY, refusal=refusal)
+        else:
+            found = survey(runner.model, runner.model_config.hf_text_config, latent)
         runner.tessera_survey = found
     return found
 
@@ -66,6 +74,9 @@ def survey_of(runner: Any) -> Survey:
 def make_backend(runner: Any) -> Any:
     """Factory of ``--attention-backend tessera``."""
     verify(HOOKS)
+    if v4_pool.is_v4_pool(getattr(runner, "token_to_kv_pool", None)):
+        logger.info("attention: %s, a request at a time", v4_config.SERVED_BY)
+        return V4Backend()
     register_forward_method()
     verdict = survey_of(runner)
     if verdict.foreign is not None:
@@ -128,7 +139,8 @@ def make_cache(original: Any, ctx: Any) -> Any:
     )
     logger.info("index: content index, pages of %d tokens", ctx.params.page_size)
     rotation = survey_of(ctx.tp_worker.model_runner).rotation
-    cache = TesseraCache(
+    v4 = v4_pool.is_v4_pool(ctx.params.token_to_kv_pool_allocator.get_kvcache())
+    cache = (V4Cache if v4 else TesseraCache)(
         ctx.params,
         model_identity=identity,
         rope_hash=rope_hash(
@@ -137,7 +149,9 @@ def make_cache(original: Any, ctx: Any) -> Any:
         ),
         verify_latents=config.verify == "latents",
     )
-    if cache.memory is None:
+    if v4:
+        logger.info("index: prefixes end at pages whose state was saved")
+    elif cache.memory is None:
         logger.info("index: partly equal pages are computed, not forked: unknown pool layout")
     else:
         compare_with_ledger(
@@ -281,7 +295,16 @@ _REPORTERS = "sglang.srt.managers.scheduler_components.metrics_reporter"
 _REPORTER = f"{_REPORTERS}.SchedulerMetricsReporter"
 _GATES = "sglang.srt.model_executor.model_runner_components.misc_utils"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
+_CONFIGURATOR = "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator"
 HOOKS = (
+    Hook(
+        "sglang.srt.utils.hf_transformers.config.get_config",
+        HookType.AROUND,
+        v4_config.load_config,
+    ),
+    Hook(f"{_RUNNER}.initialize", HookType.BEFORE, v4_config.register),
+    Hook(f"{_CONFIGURATOR}._resolve_kv_pool_class", HookType.AROUND, v4_pool.pool_class),
+    Hook(f"{_RUNNER}.alloc_memory_pool", HookType.AFTER, v4_pool.attach),
     Hook(f"{_GATES}.maybe_disable_chunked_prefix_cache", HookType.BEFORE, keep_prefix_chunks),
     Hook(f"{_RUNNER}.load_model", HookType.BEFORE, remember_config),
     Hook(f"{_RUNNER}.alloc_memory_pool", HookType.BEFORE, admit_model),

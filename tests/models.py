@@ -1,4 +1,4 @@
-"""Tiny random models for tests: DeepSeek-V3 (compressed latents) and Llama (grouped heads).
+"""Tiny random models for tests: DeepSeek-V3 (latents), Llama (grouped heads), DeepSeek-V4 (two tiers).
 
     path = write_mla(tmp_path / "mla")        # a checkpoint that SGLang loads with
     path = write_llama(tmp_path / "llama")    # --dtype float32 --skip-tokenizer-init
@@ -19,9 +19,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
+    DeepseekV4Config,
+    DeepseekV4ForCausalLM,
     Gemma2Config,
     Gemma3TextConfig,
     LlamaConfig,
@@ -106,6 +109,57 @@ def write_llama(
         tie_word_embeddings=False,
     )
     return _save(LlamaForCausalLM(config), directory, seed, dtype, {})
+
+
+V4_VOCAB = 97
+
+
+def write_v4(directory: Path, *, seed: int = 3) -> Path:
+    """A DeepSeek-V4 of four layers with real strides and window; the indexer keeps 8 entries.
+
+    No weight is at the zero that transformers starts from, and answers depend on the context.
+    """
+    config = DeepseekV4Config(
+        vocab_size=V4_VOCAB,
+        hidden_size=32,
+        moe_intermediate_size=16,
+        num_hidden_layers=4,
+        layer_types=[
+            "sliding_attention",
+            "compressed_sparse_attention",
+            "heavily_compressed_attention",
+            "compressed_sparse_attention",
+        ],
+        num_attention_heads=4,
+        head_dim=32,
+        qk_rope_head_dim=8,
+        q_lora_rank=16,
+        o_groups=2,
+        o_lora_rank=8,
+        index_n_heads=8,
+        index_head_dim=16,
+        index_topk=8,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        num_hash_layers=1,
+        hc_mult=2,
+        hc_sinkhorn_iters=1,
+        initializer_range=0.3,
+        max_position_embeddings=8192,
+        architectures=["DeepseekV4ForCausalLM"],
+    )
+    generator = torch.random.get_rng_state()
+    torch.manual_seed(seed)
+    model = DeepseekV4ForCausalLM(config).eval()
+    for name, tensor in model.state_dict().items():
+        if name.endswith(("position_bias", "sinks", "e_score_correction_bias")):
+            tensor.normal_()
+        if name.endswith("tid2eid"):
+            tensor.random_(0, 2)
+    torch.random.set_rng_state(generator)
+    config.save_pretrained(directory)
+    save_file(model.state_dict(), Path(directory) / "model.safetensors", metadata={"format": "pt"})
+    return directory
 
 
 def write_unlearned(directory: Path, example: Path, *, seed: int = 0) -> Path:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 CLAIM = Shape(agents=16, document_tokens=8192)
 AGENTS, DOCUMENTS = (1, 4, 16, 64), (1024, 4096, 16384)
 LARGEST = Shape(agents=64, document_tokens=16384)  # a million tokens: eight minutes of stock
-QUICK_AGENTS, QUICK_DOCUMENTS = (1, 4), (2048,)
+QUICK_AGENTS, QUICK_DOCUMENTS = (4,), (2048,)
 ROUNDS = 3
 REPEATED_TOKENS = 20_000  # of all documents of a cell: larger ones run once
 WARM_UP = Shape(agents=4, document_tokens=1024)

@@ -57,9 +57,9 @@ FULL = Plan(
 )
 QUICK = Plan(
     Shape(documents=20, document_tokens=(128, 384), documents_per_draw=(14, 14)),
-    steady_draws=50,
-    curve_draws=100,
-    stock_draws=25,
+    steady_draws=40,
+    curve_draws=50,
+    stock_draws=10,
     document_tokens=(128, 256),
 )
 

@@ -12,6 +12,7 @@ making are rows of a request's arena slot. So a request is its slot, its pages a
 
 * ``storage``: a pool and a config bound together, each layer's planes as typed tensors. ``step``: which
   rows a forward pass reads and writes. ``layers`` and ``cache``: the objects that the model calls.
+* ``parts``: pages of a finished prefix, read at another place; ``rope``: rows turned to it.
 * ``requests``: what a running request owns, and how it starts behind a prefix. ``forward``: requests of
   different lengths through the model, cut where states are saved.
 
@@ -20,7 +21,18 @@ What is kept where, and what a page boundary needs: ``docs/deepseek-v4.md``. Kno
 
 from .cache import PooledCache
 from .forward import Work, run
+from .parts import Part, StateMissing, read
 from .requests import Request
 from .storage import LayerStorage, pool_geometry
 
-__all__ = ["LayerStorage", "PooledCache", "Request", "Work", "pool_geometry", "run"]
+__all__ = [
+    "LayerStorage",
+    "Part",
+    "PooledCache",
+    "Request",
+    "StateMissing",
+    "Work",
+    "pool_geometry",
+    "read",
+    "run",
+]

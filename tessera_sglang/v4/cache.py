@@ -6,6 +6,8 @@ stopped. Pass it as ``past_key_values``. Batches have no padding, so there is no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 from transformers.cache_utils import Cache
@@ -15,6 +17,7 @@ from tessera_sglang.memory_pool.ring import Slots
 from tessera_sglang.memory_pool.units import UnitIds
 
 from .layers import CsaLayer, HcaLayer, Progress, WindowLayer
+from .parts import Parts
 from .step import plan
 from .storage import LayerStorage
 
@@ -29,19 +32,26 @@ class PooledCache(Cache):  # type: ignore[misc] # untyped base
     """``past_key_values`` for a batch of requests that all have ``length`` tokens."""
 
     def __init__(
-        self, storage: LayerStorage, slots: Slots, pages: UnitIds, length: int = 0
+        self,
+        storage: LayerStorage,
+        slots: Slots,
+        pages: UnitIds,
+        length: int = 0,
+        parts: Sequence[Parts] = (),
     ) -> None:
         """``slots`` is int64 [requests], ``pages`` int64 [requests, pages], in row order.
 
-        Pages must reach as far as the tokens that will come; those before ``length`` are only read, so
-        they may be shared, but ``length`` must then be a whole number of pages.
+        ``parts`` are those that each request reads besides, counted in ``length``: as many pages in
+        each request, or empty where none reads any. Pages must reach as far as the tokens that will
+        come; those before ``length`` are only read, so they may be shared, but ``length`` must then be a
+        whole number of pages.
         """
         assert len(slots) == len(pages) == len(np.unique(slots)), (
             "one slot and one row of pages each"
         )
         self.storage = storage
-        self._slots, self._pages = slots, pages
-        self._progress = Progress(length)
+        self._slots, self._pages, self._parts = slots, pages, parts
+        self._progress = Progress(length, storage.rope)
         self._next_layer = 0
         super().__init__(
             layers=[
@@ -85,5 +95,7 @@ class PooledCache(Cache):  # type: ignore[misc] # untyped base
                 f"a batch of {requests} rows for a cache of {len(self._slots)} requests"
             )
         now = self._progress
-        now.last_step = plan(self.storage, self._slots, self._pages, now.length, tokens)
+        now.last_step = plan(
+            self.storage, self._slots, self._pages, now.length, tokens, self._parts
+        )
         now.length += tokens

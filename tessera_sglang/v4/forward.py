@@ -79,9 +79,11 @@ _Piece = tuple[int, torch.Tensor]  # which of the work, and tokens of it
 
 def _batches(work: Sequence[Work], pieces: Sequence[_Piece]) -> list[list[_Piece]]:
     """Pieces that may share a pass."""
-    batches: dict[tuple[int, int], list[_Piece]] = {}
+    batches: dict[tuple[int, int, int], list[_Piece]] = {}
     for index, ids in pieces:
-        batches.setdefault((work[index].request.length, len(ids)), []).append((index, ids))
+        request = work[index].request
+        alike = (request.length, request.own_length, len(ids))
+        batches.setdefault(alike, []).append((index, ids))
     return list(batches.values())
 
 
@@ -90,16 +92,29 @@ def _forward(
     model: Any, storage: LayerStorage, requests: Sequence[Request], ids: torch.Tensor
 ) -> torch.Tensor:
     """One pass; ``ids`` is int64 [requests, tokens]. Returns [requests, tokens, vocabulary]."""
+    logits: torch.Tensor = advance(model, storage, requests, ids).logits
+    return logits
+
+
+def advance(
+    model: Any, storage: LayerStorage, requests: Sequence[Request], ids: torch.Tensor
+) -> Any:
+    """One pass of requests that have equally many tokens; ``ids`` is int64 [requests, tokens].
+
+    ``model`` may also be the part without a head, a ``DeepseekV4Model``. Returns what it returns. Raises
+    ValueError for a request that has too few pages.
+    """
     start, tokens = requests[0].length, ids.shape[1]
-    pages = storage.pool.geometry.pages(start + tokens)
+    pages = storage.pool.geometry.pages(requests[0].own_length + tokens)
     if any(len(request.pages) < pages for request in requests):
         raise ValueError(
             f"a request has fewer than {pages} pages; reserve them for {tokens} tokens"
         )
     slots = np.array([request.slot for request in requests])
     table = np.stack([request.pages[:pages] for request in requests])
-    cache = PooledCache(storage, slots, table, start)
-    logits: torch.Tensor = model(input_ids=ids, past_key_values=cache, use_cache=True).logits
+    parts = [request.parts for request in requests] if requests[0].parts else ()
+    cache = PooledCache(storage, slots, table, start, parts)
+    output = model(input_ids=ids, past_key_values=cache, use_cache=True)
     for request in requests:
         request.length += tokens
-    return logits
+    return output

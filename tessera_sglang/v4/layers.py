@@ -20,6 +20,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tessera_sglang.memory_pool.ring import Ring
 
+from .rope import Rope
 from .step import Step
 from .storage import LayerPlanes, PlaneRows
 
@@ -33,6 +34,7 @@ class Progress:
     """Where the requests of a cache are. The cache moves it, its layers read it."""
 
     length: int  # tokens that each request has, with those of a pass that began
+    rope: Rope
     last_step: Step | None = None
 
     @property
@@ -135,7 +137,10 @@ class HcaLayer(WindowLayer):
         return series, gates, step.start - waiting
 
     def update_compressor_states(self, name: str, compressed: torch.Tensor) -> torch.Tensor:
-        """Keep the entries that the pass completes, [B, groups, D]; give back all, [B, entries, D]."""
+        """Keep the entries that the pass completes, [B, groups, D]; give back all, [B, entries, D].
+
+        Entries of parts are turned to where the part stands, in the copy that is given back.
+        """
         step, rows = self._progress.step, self._planes[_ENTRIES[name]].rows
         entries = step.entries[self.compress_rate]
         assert compressed.shape[1] == entries.new.shape[1], (
@@ -143,6 +148,8 @@ class HcaLayer(WindowLayer):
         )
         rows.index_copy_(0, entries.new.flatten(), compressed.flatten(0, 1).to(rows.dtype))
         found = rows.index_select(0, entries.all.flatten()).to(compressed.dtype)
+        if entries.shifts is not None:
+            found = self._progress.rope.turn_entries(found, entries.shifts.flatten())
         return found.view(step.requests, -1, rows.shape[1])
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from tessera_sglang.memory_pool.paged import NO_PAGES, PageIds
 from tessera_sglang.memory_pool.pool import TwoTierPool
 
-from .step import StateMissing
+from .parts import Parts, StateMissing, pages_of
 
 
 @dataclass(slots=True)
@@ -25,7 +25,8 @@ class Request:
     slot: int
     pages: PageIds  # int64, in row order
     shared_pages: int  # of these, how many are somebody else's
-    length: int  # tokens whose KV is in the pool
+    length: int  # tokens whose KV is in the pool, those of parts included
+    parts: Parts = ()  # read besides, see `parts.read`; not among ``pages``
 
     @classmethod
     def open(cls, pool: TwoTierPool, prefix: PageIds = NO_PAGES) -> Request | None:
@@ -49,7 +50,7 @@ class Request:
 
     def reserve(self, tokens: int) -> bool:
         """Own pages for so many more tokens. False, and nothing changes, where there are too few."""
-        missing = self.pool.geometry.pages(self.length + tokens) - len(self.pages)
+        missing = self.pool.geometry.pages(self.own_length + tokens) - len(self.pages)
         if missing <= 0:
             return True
         more = self.pool.paged.allocate(missing)
@@ -61,10 +62,18 @@ class Request:
     def save(self) -> bool:
         """Keep the state at the present length, a page boundary, with the page that ends there.
 
-        Whether it was kept: requests may run in all slots.
+        Whether it was kept: requests may run in all slots, and nobody could go on from the state of a
+        request that reads parts.
         """
+        if self.parts:
+            return False
         last = self.length // self.pool.geometry.page_tokens - 1
         return self.pool.save(self.slot, int(self.pages[last]), self.length)
+
+    @property
+    def own_length(self) -> int:
+        """Tokens that are in :attr:`pages`: all but those of parts."""
+        return self.length - pages_of(self.parts) * self.pool.geometry.page_tokens
 
     @property
     def own_pages(self) -> PageIds:

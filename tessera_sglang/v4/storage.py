@@ -19,6 +19,8 @@ from tessera_sglang.memory_pool.pool import TwoTierPool
 from tessera_sglang.memory_pool.ring import Ring
 from tessera_sglang.memory_pool.rows import IndexFormat, KvFormat
 
+from .rope import Rope
+
 FORMATS: Mapping[torch.dtype, tuple[KvFormat, IndexFormat]] = {
     torch.float32: (KvFormat.FP32, IndexFormat.FP32),
     torch.bfloat16: (KvFormat.BF16, IndexFormat.BF16),
@@ -54,6 +56,7 @@ class LayerStorage:
         """
         self.pool = pool
         self.model = hybrid_model(config)
+        self.rope = Rope(config)
         self._refuse_foreign(pool.geometry)
         self.layers = tuple(self._layer(index) for index in range(len(pool.geometry.layers)))
         self.rings = self._distinct_rings()
@@ -65,6 +68,11 @@ class LayerStorage:
     def page_tokens(self) -> int:
         """Tokens in a page."""
         return self.pool.geometry.page_tokens
+
+    @property
+    def window_tokens(self) -> int:
+        """Tokens in a window, the query's own among them."""
+        return self.layers[0].planes["window"].plane.rows
 
     def _refuse_foreign(self, geometry: Geometry) -> None:
         layers = len(self.model.kinds)

@@ -26,7 +26,7 @@ from v4_model import (
 
 from tessera_sglang.memory_pool.paged import PageIds
 from tessera_sglang.v4 import LayerStorage, Request, Work, run
-from tessera_sglang.v4.step import StateMissing
+from tessera_sglang.v4.parts import StateMissing
 
 PROMPT, ANSWER = 8 * PAGE, 6
 IDS = tokens(PROMPT + ANSWER, seed=20)

@@ -249,8 +249,8 @@ class ContentIndex:
             _share(run)
         if not run.end:
             self._end_namespace(run)
-            return Published(None, 0, duplicates, own[duplicates])
-        return Published(run, run.end, duplicates, own[duplicates])
+            return Published(None, 0, 0, duplicates, own[duplicates])
+        return Published(run, run.end, pages, duplicates, own[duplicates])
 
     def share(self, path: Path) -> None:
         """Note that a path leads to the ends of spans' bodies, whoever published their pages.

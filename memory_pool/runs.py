@@ -26,7 +26,7 @@ from .keys import (
     below_root,
     sibling_order,
 )
-from .lower import KEY_BYTES
+from .lower import KEY_BYTES, PageName
 
 PageIds = npt.NDArray[np.int32]  # physical pages of the paged tier
 
@@ -207,12 +207,22 @@ class Fork:
         return int(run.page_ids[self.page - run.start])
 
 
+@dataclass(slots=True)
+class Load:
+    """Pages in host memory that continue a match: to be copied into pages of the request's own."""
+
+    names: list[PageName]
+    page: int  # of the chain, the first of them
+    rows: int  # leading tokens of them that the request may take
+
+
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The first rows of a page that a request owns, copied from a sealed one."""
+    """Rows behind a match in a request's own pages, copied from a sealed page or from host memory."""
 
-    page_id: int
-    rows: int
+    page_ids: PageIds  # int32 [pages]
+    rows: int  # the last page may be partly filled
+    loaded: bool  # from host memory
 
 
 @dataclass(slots=True)
@@ -258,6 +268,7 @@ class Path:
     generation: int
     counted: int = 0  # pages of the last segment's chain whose use was counted already
     fork: Fork | None = None  # rows to be had behind the last page, by copying them
+    load: Load | None = None  # or more of them, from host memory
     copied: Copied | None = None  # rows that were, the request's own
 
     def __len__(self) -> int:
@@ -289,6 +300,7 @@ class Published:
 
     run: Run | None
     pages: int
+    known: int  # of these, there before
     # Pages of the chain that were there under another physical page, and the caller's copies of
     # them: to be repointed, then freed.
     duplicate_pages: npt.NDArray[np.int64]

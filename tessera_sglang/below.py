@@ -13,7 +13,8 @@ is loaded by its prefill, which then computes one token.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,7 @@ import numpy.typing as npt
 from tessera_sglang.memory_pool.keys import Chain
 from tessera_sglang.memory_pool.lower import PageName, Worth
 from tessera_sglang.memory_pool.names import NamedChain, run_names
-from tessera_sglang.memory_pool.runs import Match, PageIds, Run, Segment
+from tessera_sglang.memory_pool.runs import Load, Match, PageIds, Run, Segment
 from tessera_sglang.memory_pool.tiers import Ticket, TierStack
 
 from .kv_memory import KvMemory
@@ -40,15 +41,6 @@ class Wanted:
     names: list[PageName]
     on_host: int = 0  # the chain's pages before this one were there when it was first asked for
     ticket: Ticket | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """Pages in host memory that continue a match."""
-
-    names: list[PageName]
-    first: int  # page of the request's chain
-    rows: int  # tokens of them that the request may take
 
 
 @dataclass(slots=True)
@@ -94,7 +86,7 @@ class Below:
             self._unwritten.append(Segment(run, first, end))
 
     def work(self, most_bytes: int = DOWN_BYTES) -> bool:
-        """Take up what workers finished, and write down some of what was sealed. Whether more is left."""
+        """Take up what threads finished, and write some of what was sealed. Whether more is left."""
         self.stack.poll()
         left = max(1, most_bytes // self._memory.page_bytes)
         while self._unwritten and left > 0 and self.stack.accepts():
@@ -137,24 +129,30 @@ class Below:
 
     # --- up --------------------------------------------------------------------------------------
 
-    def fetch(self, req: Any, chain: Chain, found: Match, *, shared: bool) -> bool:
-        """Whether a queued request should wait for pages that are on their way to host memory.
+    def asked(self, req: Any) -> bool:
+        """Whether a queued request was looked at since it came into the queue."""
+        return id(req) in self._waiting
 
-        The first call for a request begins to fetch them; what came stays until it is admitted.
-        ``shared`` says that the chain is a span's body.
+    def fetch(self, req: Any, chain: Chain, found: Match, *, shared: bool) -> None:
+        """Begin to bring what a queued request lacks into host memory, as far as it is known below.
+
+        What comes stays until it is admitted. ``shared`` says that the chain is a span's body.
         """
         wanted = self._wanted(req, chain, found)
-        if id(req) not in self._waiting:
-            self._waiting[id(req)] = req, wanted
-            names = wanted.names[found.pages - wanted.first :]
-            wanted.on_host = found.pages + self.stack.held(names)
-            known = self.stack.known(names)
-            if known:
-                start = found.pages * self._page_tokens
-                wanted.ticket = self.stack.prefetch(
-                    names[:known], str(req.rid), start=start, shared=shared
-                )
-        return wanted.ticket is not None and not wanted.ticket.done
+        self._waiting[id(req)] = req, wanted
+        names = wanted.names[found.pages - wanted.first :]
+        wanted.on_host = found.pages + self.stack.held(names)
+        known = self.stack.known(names)
+        if known:
+            start = found.pages * self._page_tokens
+            wanted.ticket = self.stack.prefetch(
+                names[:known], str(req.rid), start=start, shared=shared
+            )
+
+    def waits(self, req: Any) -> bool:
+        """Whether a queued request should wait for pages that are on their way to host memory."""
+        entry = self._waiting.get(id(req))
+        return entry is not None and entry[1].ticket is not None and not entry[1].ticket.done
 
     def offer(self, req: Any, chain: Chain, found: Match, limit: int) -> Load | None:
         """What of a request's chain, up to ``limit`` tokens, host memory has behind a match."""
@@ -190,7 +188,7 @@ class Below:
         waiting = self._waiting.get(id(req))
         on_host = load.rows
         if waiting is not None:
-            before = max(0, waiting[1].on_host - load.first)
+            before = max(0, waiting[1].on_host - load.page)
             on_host = min(load.rows, before * self._page_tokens)
         stored = load.rows - on_host
         self.loaded.host += on_host
@@ -198,7 +196,7 @@ class Below:
         if stored:  # SGLang reports them as coming from storage
             req.storage_hit_start, req.storage_hit_length = row_start + on_host, stored
 
-    def keep_only(self, queue: list[Any]) -> None:
+    def keep_only(self, queue: Sequence[Any]) -> None:
         """Let go of what was fetched for requests that are no longer in the queue."""
         there = {id(req) for req in queue}
         for key in [key for key in self._waiting if key not in there]:
@@ -227,6 +225,22 @@ class Below:
             kept = Wanted(key, found.pages, names)
             setattr(req, BELOW, kept)
         return kept
+
+    def state(self) -> dict[str, Any]:
+        """What ``/server_info`` tells of the lower tiers."""
+        host, stack = self.stack.host, self.stack
+        return {
+            "loaded_tokens": asdict(self.loaded),
+            "host": {
+                "pages": host.page_count,
+                "evicted": host.evicted,
+                "damaged": host.damaged,
+                "collisions": host.collisions,
+            },
+            "counters": asdict(stack.counters),
+            "sizes": asdict(stack.sizes()),
+            "unwritten": len(self._unwritten),
+        }
 
     def clear(self) -> None:
         """For a flush: host memory is emptied, and nothing that waits is fetched or written any more."""

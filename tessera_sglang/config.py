@@ -126,7 +126,9 @@ def _check_tiers(config: Config) -> None:
         if value is not None and value < least:
             raise ConfigError(f"{VARIABLE}: {key} must be {_MEANING[key]}, got {value!r}")
     if path is not None and not path.strip():
-        raise ConfigError(f"{VARIABLE}: disk_tier_path must be {_MEANING['disk_tier_path']}, got ''")
+        raise ConfigError(
+            f"{VARIABLE}: disk_tier_path must be {_MEANING['disk_tier_path']}, got ''"
+        )
     if (path is None) != (disk is None):
         there, lacking = ("disk_tier_path", "disk_tier_bytes")[:: 1 if disk is None else -1]
         raise ConfigError(f"{VARIABLE}: {there} needs {lacking} beside it; set both, or neither")

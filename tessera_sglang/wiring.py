@@ -32,13 +32,15 @@ from .graphs import (
     serve,
 )
 from .inspection import add_state, log_resolved
-from .intake import SpanIntake, SpanSettings, is_span_prefill
+from .intake import SpanIntake, SpanSettings
 from .kernels import keep_router, make_router, stock_of
 from .kv_memory import compare_with_ledger
 from .publication import rope_hash, run_pass
+from .reader import is_span_prefill
 from .root import root_tokens
 from .stock import build_stock, keep_prefix_chunks, register_forward_method, stand_aside
 from .survey import LatentRow, Survey, survey
+from .tier_stack import tiers_of
 from .v4_serving import config as v4_config
 from .v4_serving import pool as v4_pool
 from .v4_serving.backend import V4Backend
@@ -148,6 +150,7 @@ def make_cache(original: Any, ctx: Any) -> Any:
             pairing=rotation.pairing.value if rotation is not None else "unknown",
         ),
         verify_latents=config.verify == "latents",
+        tiers=tiers_of(config),
     )
     if v4:
         logger.info("index: prefixes end at pages whose state was saved")
@@ -333,6 +336,7 @@ HOOKS = (
     Hook(f"{_SCHEDULER}._add_request_to_queue", HookType.BEFORE, accept),
     Hook(f"{_SCHEDULER}._abort_on_queued_limit", HookType.AROUND, queue_limit),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", HookType.AROUND, scheduling.schedule),
+    Hook(f"{_SCHEDULER}.maybe_sleep_on_idle", HookType.AROUND, scheduling.stay_awake),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         HookType.AROUND,

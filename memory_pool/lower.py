@@ -42,6 +42,20 @@ class Store(Protocol):
     Nothing here raises for damage or I/O: a page that can not be had is a miss, and is counted.
     """
 
+    @property
+    def damaged(self) -> int:
+        """Pages that were read and were not what had been stored; only grows."""
+        ...
+
+    @property
+    def evicted(self) -> int:
+        """Pages dropped to make room; only grows. 0 where others decide about that."""
+        ...
+
+    def state(self) -> dict[str, object]:
+        """Its counters, as plain JSON."""
+        ...
+
     def contains(self, names: list[PageName]) -> list[bool]:
         """Which pages it holds, as far as it knows without reading them."""
         ...

@@ -82,9 +82,13 @@ def correct_prefill_stats(result: Any, cls: Any, adder: Any, *args: Any, **kwarg
     for req in adder.can_run_list:
         tokens = getattr(req, NOT_FOUND, 0)
         if tokens:
-            result.log_hit_tokens -= tokens
-            result.log_device_hit_tokens -= tokens
             setattr(req, NOT_FOUND, 0)
+            result.log_hit_tokens -= tokens
+            loaded = req.materialized_host_hit_len() if is_span_prefill(req) else 0
+            stored = min(loaded, req.storage_hit_length)
+            result.log_device_hit_tokens -= tokens - loaded
+            result.log_host_hit_tokens -= loaded - stored
+            result.log_storage_hit_tokens -= stored
     return result
 
 

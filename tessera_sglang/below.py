@@ -226,6 +226,19 @@ class Below:
             setattr(req, BELOW, kept)
         return kept
 
+    @property
+    def damaged(self) -> int:
+        """Pages that were not what they had been when they were put there, in any tier; only grows."""
+        store = self.stack.store
+        return self.stack.host.damaged + (store.damaged if store is not None else 0)
+
+    @property
+    def evicted(self) -> dict[str, int]:
+        """Pages that were dropped to make room, by tier; only grow."""
+        store = self.stack.store
+        found = {"host": self.stack.host.evicted}
+        return found if store is None else {**found, "store": store.evicted}
+
     def state(self) -> dict[str, Any]:
         """What ``/server_info`` tells of the lower tiers."""
         host, stack = self.stack.host, self.stack
@@ -240,6 +253,7 @@ class Below:
             "counters": asdict(stack.counters),
             "sizes": asdict(stack.sizes()),
             "unwritten": len(self._unwritten),
+            **({"store": stack.store.state()} if stack.store is not None else {}),
         }
 
     def clear(self) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -114,7 +115,6 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         # Set with the scheduler: the stream on which KV is written, None where there is none.
         self.forward_stream: Callable[[], Any] = lambda: None
         self.traffic = Traffic()
-        self.quarantined_pages = 0  # came back damaged from a lower tier, put aside; only grows
         self._model_identity = model_identity
         self._roots: dict[tuple[str | None, str | None, str | None], PageKey] = {}
         self._page_offsets = torch.arange(self.page_size, dtype=torch.int32, device=self.device)
@@ -134,6 +134,15 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
                 self._roots.clear()
             key = self._roots[names] = Namespace(self._model_identity, *names).root_key()
         return key
+
+    def weights_change(self) -> None:
+        """What is computed from now on belongs to weights that nothing that was kept knows of.
+
+        Nor will another process: their fingerprint is not known, so lower tiers hold pages of them for
+        as long as this one runs.
+        """
+        self._model_identity += f"|updated {uuid.uuid4()}"
+        self._roots.clear()
 
     # --- look-up ---------------------------------------------------------------------------------
 
@@ -411,6 +420,11 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         allocator, size = self.token_to_kv_pool_allocator, self.page_size
         pages, available = allocator.size // size, allocator.available_size() // size
         return TierView.of_pages(self.index, size=pages, available=available)
+
+    @property
+    def quarantined_pages(self) -> int:
+        """Came back damaged from a lower tier, and were put aside; only grows."""
+        return self.below.damaged if self.below is not None else 0
 
     def readable(self, path: Path) -> bool:
         """Whether what is resident of a span can be read: here it is enough that its pages are."""

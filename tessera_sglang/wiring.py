@@ -290,11 +290,21 @@ def send_abort(original: Any, scheduler: Any, abort: Any, req: Any) -> Any:
     return None if is_span_prefill(req) else original(scheduler, abort, req)
 
 
+def weights_change(updater: Any, *args: Any, **kwargs: Any) -> None:
+    """Before the scheduler's weights are updated, from wherever."""
+    cache = updater.scheduler.tree_cache
+    if isinstance(cache, TesseraCache):
+        cache.weights_change()
+
+
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _DECODE_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 _REPORTERS = "sglang.srt.managers.scheduler_components.metrics_reporter"
+_UPDATER = (
+    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
+)
 _REPORTER = f"{_REPORTERS}.SchedulerMetricsReporter"
 _GATES = "sglang.srt.model_executor.model_runner_components.misc_utils"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -367,6 +377,10 @@ HOOKS = (
         ".PrefillCudaGraphRunner.can_run_graph",
         HookType.AROUND,
         can_run_prefill_graph,
+    ),
+    *(
+        Hook(f"{_UPDATER}.update_weights_from_{source}", HookType.BEFORE, weights_change)
+        for source in ("disk", "distributed", "tensor", "ipc")
     ),
     Hook(f"{_SCHEDULER}.get_internal_state", HookType.AFTER, add_state),
     Hook(f"{_REPORTERS}.PrefillStats.from_adder", HookType.AFTER, correct_prefill_stats),

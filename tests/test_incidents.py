@@ -52,7 +52,7 @@ def test_nothing_is_said_while_nothing_happens(
 
 
 def test_a_collision_is_said_and_later_ones_are_summed_up(
-    cache: TesseraCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    cache: TesseraCache, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch, counters = incidents.Watch(cache), cache.index.counters
     counters.collisions = 1
@@ -71,7 +71,7 @@ def test_a_collision_is_said_and_later_ones_are_summed_up(
 
 
 def test_every_incident_has_a_line_and_a_limit_of_its_own(
-    cache: TesseraCache, caplog: pytest.LogCaptureFixture
+    cache: TesseraCache, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watch, counters = incidents.Watch(cache), cache.index.counters
     counters.collisions = 1

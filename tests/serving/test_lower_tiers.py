@@ -1,4 +1,4 @@
-"""Pages that left the device come back: from host memory, and from a disk that a server before left behind."""
+"""Pages that left the device come back: from host memory, and from a disk, to another server too."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from load import settle
+from load import Load, make_items, settle
 from prompts import PAGE, ROOT, Writer
 from server import Answer, Server
 
@@ -105,6 +105,39 @@ def test_a_flush_empties_host_memory(server: Server) -> None:
     server.flush()
     assert server.state()["lower_tiers"]["sizes"]["host_pages"] == 0
     assert server.generate(prompt, steps=1).cached == 0
+
+
+def test_load_on_small_tiers_with_retraction_and_aborts(mla_model: Path) -> None:
+    """Pages come and go between a pool and a host tier that are both too small."""
+    items = make_items(11, 30, longest=1200)
+    with Server(mla_model, config=CONFIG, pool_tokens=65536) as roomy:
+        answers = [roomy.generate(i.prompt, i.spans, steps=i.steps) for i in items]
+    environment = {
+        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+        "SGLANG_TEST_RETRACT": "1",
+        "SGLANG_TEST_RETRACT_INTERVAL": "5",
+    }
+    with Server(
+        mla_model,
+        *("--chunked-prefill-size", "256"),
+        config={**CONFIG, "host_tier_bytes": 1 << 20},
+        pool_tokens=POOL_TOKENS,
+        environment=environment,
+    ) as server:
+        load = Load(server, items, answers, seed=12)
+        load.run(25)
+        assert not load.wrong, load.wrong[:3]
+        assert not load.failed, load.failed[:3]
+        assert load.stuck == 0
+        state = settle(server)
+        assert state["held_tokens"] == state["pages"]["sealed"] * PAGE
+        tiers = state["lower_tiers"]
+        assert tiers["loaded_tokens"]["host"] > 0
+        assert tiers["host"]["evicted"] > 0, "the host tier must be too small"
+        assert tiers["counters"]["worker_faults"] == tiers["host"]["damaged"] == 0
+        log = server.log()
+        assert "Testing retraction" in log
+        assert "Traceback" not in log
 
 
 def wait_for(server: Server, seconds: float = 30) -> dict[str, Any]:

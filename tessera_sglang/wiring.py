@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import logging
 from typing import Any
 
@@ -150,7 +151,7 @@ def make_cache(original: Any, ctx: Any) -> Any:
             pairing=rotation.pairing.value if rotation is not None else "unknown",
         ),
         verify_latents=config.verify == "latents",
-        tiers=tiers_of(config),
+        tiers=tiers_of(config, json.dumps({"identity": identity}).encode()),
     )
     if v4:
         logger.info("index: prefixes end at pages whose state was saved")

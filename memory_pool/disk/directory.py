@@ -1,10 +1,10 @@
 """A store's directory: what is where, who may change what, and damage put aside.
 
-    DIR/segments/ID-PID.seg      records; appended to by one process, holes punched by any
-    DIR/index.N.sqlite           the index, of which the highest number counts
-    DIR/manifests/DIGEST.json    what records of a digest are of
-    DIR/quarantine/              damaged records as they were found, the last few
-    DIR/lock                     held while segments are created, looked through, or removed
+DIR/segments/ID-PID.seg      records; appended to by one process, holes punched by any
+DIR/index.N.sqlite           the index, of which the highest number counts
+DIR/manifests/DIGEST.json    what records of a digest are of
+DIR/quarantine/              damaged records as they were found, the last few
+DIR/lock                     held while segments are created, looked through, or removed
 """
 
 from __future__ import annotations

@@ -71,7 +71,9 @@ class Index:
         try:
             if create:
                 self._reader.executescript("PRAGMA journal_mode=WAL;" + _SCHEMA)
-            if self._reader.execute("SELECT value FROM state WHERE name='schema'").fetchone() != (1,):
+            if self._reader.execute("SELECT value FROM state WHERE name='schema'").fetchone() != (
+                1,
+            ):
                 raise sqlite3.DatabaseError("an index of another schema")
             self._writer = self._connect("rw")
         except BaseException:
@@ -157,6 +159,14 @@ class Index:
         with self._reads:
             return _used(self._reader)
 
+    def record_bytes(self) -> int:
+        """Of all records, as counted while they come and go."""
+        with self._reads:
+            row = self._reader.execute(
+                "SELECT value FROM state WHERE name='record_bytes'"
+            ).fetchone()
+        return int(row[0])
+
     def count(self) -> int:
         """Records of all manifests."""
         with self._reads:
@@ -188,14 +198,16 @@ class Index:
         """A file that has nothing but its first block."""
         with self.change() as sql:
             sql.execute(
-                "INSERT OR IGNORE INTO segments(name, clean, reserved) VALUES (?, ?, 0)", (name, BLOCK)
+                "INSERT OR IGNORE INTO segments(name, clean, reserved) VALUES (?, ?, 0)",
+                (name, BLOCK),
             )
 
     def drop_segment(self, name: str) -> int:
         """Forget a segment and its records; how many those were."""
         with self.change() as sql:
             gone = sql.execute(
-                "DELETE FROM records WHERE segment IN (SELECT id FROM segments WHERE name = ?)", (name,)
+                "DELETE FROM records WHERE segment IN (SELECT id FROM segments WHERE name = ?)",
+                (name,),
             ).rowcount
             sql.execute("DELETE FROM segments WHERE name = ?", (name,))
         return gone
@@ -209,7 +221,8 @@ class Index:
             row = sql.execute("SELECT id FROM segments WHERE name = ?", (segment,)).fetchone()
             if row is None:
                 row = sql.execute(
-                    "INSERT INTO segments(name, clean, reserved) VALUES (?, 0, 0) RETURNING id", (segment,)
+                    "INSERT INTO segments(name, clean, reserved) VALUES (?, 0, 0) RETURNING id",
+                    (segment,),
                 ).fetchone()
             numbers: dict[bytes, int] = {}
             for header in headers:
@@ -238,7 +251,8 @@ class Index:
                 if added.rowcount < 1:
                     kept_out.append(header)
             sql.execute(
-                "UPDATE segments SET clean = MAX(clean, ?), reserved = 0 WHERE id = ?", (clean, row[0])
+                "UPDATE segments SET clean = MAX(clean, ?), reserved = 0 WHERE id = ?",
+                (clean, row[0]),
             )
         return kept_out
 
@@ -272,7 +286,9 @@ class Index:
 
     def victims(self, sql: sqlite3.Connection, whole: bool, but: str) -> list[Place]:
         """Records that go first; with ``whole`` all those of a segment other than ``but``."""
-        columns = "SELECT r.id, tag, s.name, offset, bytes, priority FROM records r JOIN segments s "
+        columns = (
+            "SELECT r.id, tag, s.name, offset, bytes, priority FROM records r JOIN segments s "
+        )
         if whole:
             query = (
                 "ON s.id = r.segment WHERE r.segment = (SELECT x.id FROM segments x JOIN records y "
@@ -352,5 +368,3 @@ def _place(row: Sequence[object]) -> Place | None:
     if offset % BLOCK or offset < BLOCK or offset > 1 << 50 or size % BLOCK or size < BLOCK:
         return None
     return Place(number, tag, segment, offset, size)
-
-

@@ -98,7 +98,8 @@ class MemoryStore:
         assert self.may_write.wait(60)
         if self.broken:
             raise OSError("the store is broken")
-        assert len(pages) == len(names) * PAGE_BYTES and len(worth) == len(names)
+        assert len(pages) == len(names) * PAGE_BYTES
+        assert len(worth) == len(names)
         taken = []
         for number, name in enumerate(names):
             page = bytes(pages[number * PAGE_BYTES : (number + 1) * PAGE_BYTES])

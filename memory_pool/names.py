@@ -7,8 +7,8 @@ computed from, as far as a digest can: whoever reads by it compares namespace, p
 
 The index names pages by physical page and hashes once a run (:mod:`memory_pool.keys`); that dies with
 the process. Here every page costs a digest, which is why nothing here is called unless lower tiers are
-configured: about 1.3 us a page of 64 tokens for the digest, and as much again for the record
-(``tests/memory_pool/test_names.py`` prints both). A request computes each name once
+configured: about 1 us a page of 64 tokens for the digest, and as much again for the record, on one core
+of a server. A request computes each name once
 (:class:`NamedChain`), and so does a run of the index (:func:`run_keys`), in 32 bytes a page.
 """
 

@@ -337,6 +337,7 @@ class SpanIntake:
             body.missing_at = published
             return None
         body.failures = 0
+        index.share(path)
         return path
 
     def _give_up(self, req: Any) -> None:

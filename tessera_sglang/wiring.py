@@ -303,9 +303,7 @@ _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _DECODE_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 _REPORTERS = "sglang.srt.managers.scheduler_components.metrics_reporter"
-_UPDATER = (
-    "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
-)
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _REPORTER = f"{_REPORTERS}.SchedulerMetricsReporter"
 _GATES = "sglang.srt.model_executor.model_runner_components.misc_utils"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from . import files
@@ -48,43 +49,54 @@ def reconcile(directory: Directory) -> None:
         directory.counters.add(dropped_rows=index.drop_segment(name))
     extents = index.extents()
     for name in present:
-        segment = _of_a_dead_writer(directory, name)
-        if segment is None:
-            continue
-        clean = known.get(name, 0)
-        _recover_tail(directory, segment, clean)
-        size = os.fstat(segment.fd).st_size
-        kept, end = extents.get(name, (0, BLOCK))
-        if max(end, clean) > size:
-            directory.counters.add(dropped_rows=index.drop_behind(name, size))
-        index.release(name)
-        if clean < size or os.fstat(segment.fd).st_blocks * 512 > kept + BLOCK + SLACK_BYTES:
-            sweep(directory, segment)
+        _reconcile_segment(directory, name, known.get(name, 0), extents.get(name, (0, BLOCK)))
     remove_left_overs(directory)
 
 
-def rebuild(directory: Directory) -> None:
+def _reconcile_segment(
+    directory: Directory, name: str, clean: int, extent: tuple[int, int]
+) -> None:
+    """``extent``: bytes of its indexed records, and where the last one ends."""
+    segment = _of_a_dead_writer(directory, name)
+    if segment is None:
+        return
+    kept, end = extent
+    _recover_tail(directory, segment, clean)
+    size = os.fstat(segment.fd).st_size
+    if max(end, clean) > size:
+        directory.counters.add(dropped_rows=directory.index.drop_behind(name, size))
+    directory.index.release(name)
+    if clean < size or os.fstat(segment.fd).st_blocks * 512 > kept + BLOCK + SLACK_BYTES:
+        sweep(directory, segment)
+
+
+def rebuild(directory: Directory, on_segment: Callable[[], None] = lambda: None) -> None:
     """A new generation of the index from the headers of all segments; payloads are not read."""
     if directory.path.exists() and segment_files(directory.segments_path):
         directory.counters.add(index_rebuilds=1)
     index, generation = directory.next_index()
     for name in segment_files(directory.segments_path):
         try:
-            segment = Segment(directory.segments_path, name, os.O_RDWR)
-            dead = files.lock_now(segment.fd)
-            size = os.fstat(segment.fd).st_size
-            headers, gaps = _split(segment, 0, size, payloads=False)
+            _index_segment(directory, index, name)
         except OSError as error:
             directory.counters.add(io_errors=1)
             directory.say("rebuild", f"{name} can not be read and is left out: {error}")
-            continue
-        clean = max((h.offset + h.record_bytes for h in headers), default=BLOCK)
-        index.add(name, headers, clean)
-        directory.counters.add(recovered_records=len(headers))
-        if dead:
-            _clear_gaps(directory, segment, gaps, size)
+        on_segment()
     directory.publish(index, generation)
     remove_left_overs(directory)
+
+
+def _index_segment(directory: Directory, index: Index, name: str) -> None:
+    """Add what a segment holds, one that is appended to as far as it has got. Raises OSError."""
+    segment = Segment(directory.segments_path, name, os.O_RDWR)
+    dead = files.lock_now(segment.fd)
+    size = os.fstat(segment.fd).st_size
+    headers, gaps = _split(segment, 0, size, payloads=False)
+    clean = max((h.offset + h.record_bytes for h in headers), default=BLOCK)
+    index.add(name, headers, clean)
+    directory.counters.add(recovered_records=len(headers))
+    if dead:
+        _clear_gaps(directory, segment, gaps, size)
 
 
 def sweep(directory: Directory, segment: Segment) -> None:
@@ -104,13 +116,14 @@ def sweep(directory: Directory, segment: Segment) -> None:
     directory.counters.add(reclaimed_bytes=max(0, freed))
 
 
-def collect(directory: Directory) -> None:
+def collect(directory: Directory, on_segment: Callable[[], None] = lambda: None) -> None:
     """All that an open does, and every segment swept."""
     reconcile(directory)
     for name in segment_files(directory.segments_path):
         segment = _of_a_dead_writer(directory, name)
         if segment is not None:
             sweep(directory, segment)
+        on_segment()
 
 
 def remove_left_overs(directory: Directory) -> None:

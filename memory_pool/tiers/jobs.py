@@ -42,7 +42,7 @@ class Fill:
         self.checksums = [self.host.checksum(entry.slot) for entry in self.entries]
 
     def _from_device(self) -> None:
-        stream = torch.cuda.Stream(self.data.device)
+        stream = torch.cuda.Stream(self.data.device)  # type: ignore[no-untyped-call]
         with torch.cuda.stream(stream):
             stream.wait_event(self.ready)
             for entry, row in zip(self.entries, self.rows, strict=True):

@@ -207,7 +207,7 @@ class TierStack:
     def _fill(self, entries: list[Entry], rows: list[int], data: torch.Tensor) -> None:
         ready = None
         if data.is_cuda:
-            ready = torch.cuda.Event()
+            ready = torch.cuda.Event()  # type: ignore[no-untyped-call]
             ready.record(torch.cuda.current_stream(data.device))
         job = Fill(self.host, entries, rows, data, ready)
         fits = self._filling + len(entries) <= self._most_filling

@@ -43,14 +43,26 @@ def test_round_trip_is_byte_exact_in_any_order(tmp_path: Path) -> None:
 
 def test_another_process_under_another_hash_seed_reads_it(tmp_path: Path) -> None:
     """Case 20."""
-    program = (
-        "import sys; from pathlib import Path; from disk_helpers import *; from tier_helpers import *\n"
-        "store = opened(Path(sys.argv[1])); names = chain_names(range(1, 65))\n"
-        "print(sum((write if sys.argv[2] == 'w' else read)(store, names))); store.close()"
-    )
+    program = """
+import hashlib, sys
+from tessera_sglang.memory_pool.disk import DiskStore
+from tessera_sglang.memory_pool.keys import Chain, Namespace
+from tessera_sglang.memory_pool.lower import Worth
+from tessera_sglang.memory_pool.names import names_of
+names = names_of(Chain(Namespace("m").root_key(), list(range(1, 65)), 4), 0, 16, None)
+store = DiskStore.open(sys.argv[1], manifest=b"{}", page_bytes=64, layout=b"{}", capacity_bytes=1 << 20)
+raw = bytearray(b"".join(hashlib.blake2b(name.tokens).digest() for name in names))
+if sys.argv[2] == "w":
+    print(sum(store.write(names, memoryview(raw), [Worth(0, False, 0)] * 16)))
+else:
+    into = bytearray(len(raw))
+    print(sum(store.read(names, memoryview(into))) if not store.read(names, memoryview(into)).count(False)
+          and into == raw else "wrong")
+store.close()
+"""
     for way, seed in (("w", "1"), ("r", "2")):
         process = python("-c", program, str(tmp_path), way, seed=seed)
-        assert process.communicate(timeout=60)[0] == "16\n"  # pages of 4 of those 64 tokens
+        assert process.communicate(timeout=60)[0] == "16\n"  # pages of those 64 tokens
 
 
 def test_names_whose_keys_collide_are_misses_and_the_first_still_hits(tmp_path: Path) -> None:
@@ -107,7 +119,9 @@ def test_namespaces_share_nothing_and_salts_are_not_in_the_files(tmp_path: Path)
     "changed",
     ["weights", "dtype", "page_size", "rope", "tp_rank", "tp_size"],
 )
-def test_another_manifest_reads_nothing_and_shares_the_directory(tmp_path: Path, changed: str) -> None:
+def test_another_manifest_reads_nothing_and_shares_the_directory(
+    tmp_path: Path, changed: str
+) -> None:
     """Case 23."""
     manifest = dict.fromkeys(["weights", "dtype", "page_size", "rope", "tp_rank", "tp_size"], 1)
     names = document(1, 4)
@@ -163,7 +177,7 @@ def test_the_cap_holds_on_the_disk_and_spans_stay_longest(tmp_path: Path) -> Non
         write(store, document(number, 4))
         assert on_disk(tmp_path) <= cap
         store.check_invariants()
-    assert store.counters.evicted_records > 150
+    assert store.counters.evicted_records > 100
     assert read(store, spans) == [True] * 20
     assert sum(read(store, document(159, 4))) == 4
     store.close()

@@ -536,7 +536,7 @@ def test_storms_leave_everything_sound(make: Make, seed: int) -> None:
         data = torch.cat(views) if views else torch.empty(0, PAGE_BYTES, dtype=torch.uint8)
         assert torch.equal(data, pages(names[: lease.pages]) if lease.pages else data)
 
-    for step in range(400):
+    for step in range(600):
         names = rng.choice(texts)
         names = names[: rng.randrange(1, 7)]
         action = rng.randrange(12)
@@ -563,7 +563,7 @@ def test_storms_leave_everything_sound(make: Make, seed: int) -> None:
             stack.cancel(f"r{rng.randrange(3)}")
         elif action < 11:
             loose = [e for e in stack.host.entries() if e.ready and not e.pins]
-            if loose and rng.random() < 0.2:
+            if loose and rng.random() < 0.3:
                 stack.host.buffer(rng.choice(loose).slot)[rng.randrange(PAGE_BYTES)] ^= 1
         elif rng.random() < 0.05:
             stack.clear()
@@ -571,6 +571,12 @@ def test_storms_leave_everything_sound(make: Make, seed: int) -> None:
             assert stack.held(names) <= stack.known(names)
         if rng.random() < 0.5:
             stack.poll()
+            if stack.busy and rng.random() < 0.7:  # steps are shorter than a thread's turn
+                assert stack._finished.wait(time.monotonic() + WAIT)
+        if len(tickets) > 2:
+            tickets.pop(0).cancel()
+        if len(leases) > 2:
+            leases.pop(0)[0].release()
         stack.check_invariants()
     for lease, _ in leases:
         lease.release()
@@ -582,3 +588,11 @@ def test_storms_leave_everything_sound(make: Make, seed: int) -> None:
         assert all(raw == content(name) for name, raw in store.pages.values())
     for names in texts:
         read_back(stack, names)
+    assert stack.counters.loaded_back > 20
+    assert stack.host.evicted > 20
+    assert stack.host.damaged > 0
+    if store is not None:
+        assert stack.counters.from_store > 20
+        assert stack.counters.prefetches_refused > 0
+    if digest is weak:
+        assert stack.host.collisions > 0

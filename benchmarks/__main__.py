@@ -2,7 +2,7 @@
 
     python -m benchmarks             # Tessera beside stock, and what spans cost: 40 minutes, saved
     python -m benchmarks --all       # and tools, head shapes, index, attention: an hour
-    python -m benchmarks --quick     # agents, retrieval, latency and quality at smaller sizes: 5 minutes, nothing is saved
+    python -m benchmarks --quick     # agents, retrieval, latency, quality: smaller, 5 minutes, not saved
     python -m benchmarks --only rag tools
 
 Each runs in a process of its own, and the next one runs also after one whose checks do not hold. At the

@@ -2,26 +2,89 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
+import time
+import uuid
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
 
 from tessera_sglang.memory_pool.disk import DiskStore
 from tessera_sglang.memory_pool.host import HostTier
 from tessera_sglang.memory_pool.lower import Store
+from tessera_sglang.memory_pool.manifest import Manifest, weights_fingerprint
 from tessera_sglang.memory_pool.tiers import TierStack
 
 from .config import VARIABLE, Config, ConfigError
-from .kv_memory import KvMemory
+from .kv_memory import KvMemory, kv_memory
 
 logger = logging.getLogger(__name__)
+
+
+def manifest_of(ctx: Any, *, rope: str, identity: str) -> Manifest:
+    """What computes the KV of a server; ``ctx`` is SGLang's ``TreeCacheBuildContext``.
+
+    ``identity`` names what it names within a process. Raises ConfigError where the weights can not be
+    named.
+    """
+    model, pool = ctx.model_config, ctx.params.token_to_kv_pool_allocator.get_kvcache()
+    memory = kv_memory(pool, ctx.params.page_size)
+    settings = {
+        "dtype": str(model.dtype),
+        "quantization": str(model.quantization),
+        "config": _config_digest(model.hf_config),
+    }
+    return Manifest(
+        architecture=str(model.hf_config.architectures),
+        weights=_weights(model, ctx.server_args.load_format, identity),
+        settings=json.dumps(settings, sort_keys=True),
+        rope=rope,
+        rows=tuple(memory.layout) if memory is not None else (),
+        kv_dtype=str(pool.dtype),
+        page_tokens=ctx.params.page_size,
+        tp_rank=ctx.tp_rank,
+        tp_size=ctx.tp_size,
+    )
+
+
+def _config_digest(hf_config: Any) -> str:
+    fields = hf_config.to_dict()
+    for name in ("_name_or_path", "transformers_version"):  # say nothing of what is computed
+        fields.pop(name, None)
+    text = json.dumps(fields, sort_keys=True, default=str)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def _weights(model: Any, load_format: Any, identity: str) -> str:
+    if "dummy" in str(load_format).lower():
+        return f"dummy {uuid.uuid4()}"  # drawn anew in each process
+    started = time.perf_counter()
+    directory = Path(model.model_path)
+    if not directory.is_dir():
+        cached = try_to_load_from_cache(model.model_path, "config.json", revision=model.revision)
+        if not isinstance(cached, str):
+            raise ConfigError(
+                f"{VARIABLE}: disk_tier_path: the weights of {identity} lie in no directory that is "
+                "known, so what is stored can not be named by them; serve it from a local directory"
+            )
+        directory = Path(cached).parent
+    try:
+        found = weights_fingerprint(directory)
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{VARIABLE}: disk_tier_path: {error}") from error
+    logger.info("weights %s, named in %.2f s", found[:16], time.perf_counter() - started)
+    return found
 
 
 def tiers_of(config: Config, manifest: bytes) -> Callable[[KvMemory], TierStack] | None:
     """What opens the lower tiers over a pool's memory; None where none is wanted.
 
-    ``manifest`` is JSON and names what computes the KV. Opening raises ConfigError where a tier can not
-    be had.
+    ``manifest`` is JSON and names what computes the KV; only a tier that outlives the process reads it.
+    Opening raises ConfigError where a tier can not be had.
     """
     if not config.host_bytes:
         return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import logging
 from typing import Any
 
@@ -41,7 +40,7 @@ from .reader import is_span_prefill
 from .root import root_tokens
 from .stock import build_stock, keep_prefix_chunks, register_forward_method, stand_aside
 from .survey import LatentRow, Survey, survey
-from .tier_stack import tiers_of
+from .tier_stack import manifest_of, tiers_of
 from .v4_serving import config as v4_config
 from .v4_serving import pool as v4_pool
 from .v4_serving.backend import V4Backend
@@ -142,16 +141,21 @@ def make_cache(original: Any, ctx: Any) -> Any:
     )
     logger.info("index: content index, pages of %d tokens", ctx.params.page_size)
     rotation = survey_of(ctx.tp_worker.model_runner).rotation
+    rope = rope_hash(
+        getattr(model, "hf_text_config", model.hf_config),
+        pairing=rotation.pairing.value if rotation is not None else "unknown",
+    )
+    manifest = b"{}"
+    if config.disk_tier_path is not None:  # names that another process has to find again
+        kept = manifest_of(ctx, rope=rope, identity=identity)
+        identity, manifest = kept.digest, kept.json()
     v4 = v4_pool.is_v4_pool(ctx.params.token_to_kv_pool_allocator.get_kvcache())
     cache = (V4Cache if v4 else TesseraCache)(
         ctx.params,
         model_identity=identity,
-        rope_hash=rope_hash(
-            getattr(model, "hf_text_config", model.hf_config),
-            pairing=rotation.pairing.value if rotation is not None else "unknown",
-        ),
+        rope_hash=rope,
         verify_latents=config.verify == "latents",
-        tiers=tiers_of(config, json.dumps({"identity": identity}).encode()),
+        tiers=tiers_of(config, manifest),
     )
     if v4:
         logger.info("index: prefixes end at pages whose state was saved")

@@ -172,6 +172,7 @@ def replace_file(path: Path, content: bytes) -> None:
     sync_directory(path.parent)
 
 
+_fallocate: Callable[..., int] | None
 try:
     _fallocate = ctypes.CDLL(None, use_errno=True).fallocate
 except (OSError, AttributeError):  # macOS: whole segments are evicted there

@@ -19,7 +19,7 @@ from . import files
 from .record import BLOCK, ID_BYTES, Damaged, Header, checksum, claimed_size, parse, segment_block
 
 # Pieces that a payload is read and summed in: small enough to be summed out of the cache.
-PIECE_BYTES = 256 << 10
+PIECE_BYTES = 512 << 10
 _NAME = re.compile(rf"([0-9a-f]{{{2 * ID_BYTES}}})-[0-9]+\.seg")
 _OPEN_FILES = 128
 

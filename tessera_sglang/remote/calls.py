@@ -118,3 +118,4 @@ class Caller:
                 if self._abandoned is call:
                     self._abandoned = None
                     self._turn.release()
+            del call  # with all that its function refers to

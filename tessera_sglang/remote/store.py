@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from tessera_sglang.config import VARIABLE, ConfigError
 from tessera_sglang.memory_pool.lower import PageName, Worth
 
+from .avoided import Avoided
 from .backend import Backend, parse_extra
 from .calls import Caller, GivenUp, Turn
 from .record import Rejected, fits, key_text, pack, record_bytes, verified
@@ -26,10 +27,8 @@ from .staging import StagingPool
 logger = logging.getLogger(__name__)
 
 TIMEOUT_S = 10.0  # of reading or writing what fits the staging memory
-LOOKUP_TIMEOUT_S = 0.1  # a scheduler waits for it
+LOOKUP_TIMEOUT_S = 0.25  # a scheduler waits for it
 LOG_EVERY_S = 60.0
-AVOID_S = 300.0  # a key whose value was bad: it is a read in vain, and no engine deletes a key
-MOST_AVOIDED = 1 << 16
 
 T = TypeVar("T")
 
@@ -69,11 +68,11 @@ class RemoteStore:
         self._lookups = Caller("lookup", lookup_timeout_s)
         self._reads = Caller("read", timeout_s)
         self._writes = Caller("write", timeout_s)
+        self._avoided = Avoided()
         self._lock = threading.Lock()  # guards what follows
         self._counts: Counter[str] = Counter()
         self._rejected: Counter[str] = Counter()  # by reason
         self._failures: Counter[str] = Counter()  # by operation and reason
-        self._avoided: dict[str, float] = {}  # keys and until when, oldest first
         self._logged = -LOG_EVERY_S
         self._closed = False
 
@@ -108,7 +107,7 @@ class RemoteStore:
         """
         keys = [key_text(self._manifest, name) for name in names]
         there = [False] * len(names)
-        bad = self._bad(keys)
+        bad = self._avoided.among(keys)
 
         def look_up() -> list[bool]:
             at = 0
@@ -166,21 +165,10 @@ class RemoteStore:
         return True
 
     def _reject(self, key: str, reason: str) -> None:
+        self._avoided.add(key)
         with self._lock:
             self._rejected[reason] += 1
-            self._avoided.pop(key, None)
-            self._avoided[key] = time.monotonic() + AVOID_S
-            if len(self._avoided) > MOST_AVOIDED:
-                del self._avoided[next(iter(self._avoided))]
         self._log("a value is not the page that it should be (%s); key %s", reason, key)
-
-    def _bad(self, keys: list[str]) -> set[str]:
-        """Those of the keys that are not worth a call for now."""
-        with self._lock:
-            if not self._avoided:
-                return set()
-            now = time.monotonic()
-            return {key for key in keys if self._avoided.get(key, 0.0) > now}
 
     def write(self, names: list[PageName], pages: memoryview, worth: list[Worth]) -> list[bool]:
         """Store pages; which of them the engine holds now. It keeps what it has under a key.
@@ -196,7 +184,7 @@ class RemoteStore:
     def _write(self, names: list[PageName], pages: memoryview) -> list[bool]:
         size, first = self._page_bytes, self._pool.slots
         keys = [key_text(self._manifest, name) for name in names]
-        bad = self._bad(keys)  # engines keep what they have under a key
+        bad = self._avoided.among(keys)  # engines keep what they have under a key
         fitting = [number for number, name in enumerate(names) if fits(name)]
         chosen = [number for number in fitting if keys[number] not in bad]
         stored = [False] * len(names)

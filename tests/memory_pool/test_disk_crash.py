@@ -48,7 +48,7 @@ def test_nothing_acknowledged_is_lost_by_kill_9(tmp_path: Path) -> None:
         process = python(WRITER, str(path), str(number), str(capacity), "100000")
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        time.sleep(choose.uniform(0.0, 0.03))  # the moment of the kill, not a wait for anything
+        time.sleep(choose.uniform(0.0, 0.06))  # the moment of the kill, not a wait for anything
         process.send_signal(signal.SIGKILL)
         said = process.stdout.read().splitlines()
         process.wait()

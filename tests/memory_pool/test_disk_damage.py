@@ -158,7 +158,7 @@ def test_an_index_that_is_damaged_under_an_open_store_is_made_again(
         file.write(random.Random(5).randbytes(index.stat().st_size))
     (store.path / "index.1.sqlite-wal").unlink(missing_ok=True)
     store._directory.index._reader.execute("PRAGMA cache_size=0")
-    assert all(read(store, NAMES)) or store.contains(NAMES) is not None
+    read(store, NAMES)  # misses or not, no wrong page
     alive(store)
     assert read(store, NAMES) == [True] * len(NAMES)
     store.check_invariants()

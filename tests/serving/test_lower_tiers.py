@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 from load import Load, make_items, settle
+from models import write_llama
 from prompts import PAGE, ROOT, Writer
 from server import Answer, Server
 
@@ -174,3 +176,21 @@ def test_another_server_goes_on_from_the_disk(mla_model: Path, tmp_path: Path) -
         second.flush()
         assert second.generate(plain, steps=8, cache_salt="another").cached == 0
         assert second.generate(plain, steps=8).cached == 16 * PAGE
+
+
+def test_the_same_place_with_other_weights_hits_nothing(llama_model: Path, tmp_path: Path) -> None:
+    """Case 23 through the server, on grouped heads; and unchanged weights hit."""
+    config = {**CONFIG, "disk_tier_path": str(tmp_path / "kv"), "disk_tier_bytes": DISK_BYTES}
+    served = tmp_path / "model"
+    shutil.copytree(llama_model, served)
+    prompt = Writer(9).text(8 * PAGE + 3)
+    found = []
+    for weights in (None, None, 17):
+        if weights is not None:
+            write_llama(served, seed=weights)
+        with Server(served, config=config) as server:
+            answer = server.generate(prompt, steps=4)
+            found.append((answer.cached, answer.tokens))
+            wait_for(server)
+    assert [cached for cached, _ in found] == [0, 8 * PAGE, 0]
+    assert found[0][1] == found[1][1] != found[2][1]

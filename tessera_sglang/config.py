@@ -21,8 +21,6 @@ AUTO_ROOT_TEXT = "The following text is given for reference. "
 
 # Keys of the public surface whose feature is not in this version: refused, never ignored.
 _LATER: dict[str, str] = {
-    "remote_tier": "the cache reaches down to the disk; see disk_tier_path",
-    "remote_tier_extra_config": "the cache reaches down to the disk; see disk_tier_path",
     "swa_persistence": "windowed layers go through SGLang's own tree",
     "swa_checkpoint_tokens": "windowed layers go through SGLang's own tree",
     "require_salt": "set cache_salt in the requests that need it",
@@ -38,6 +36,8 @@ _MEANING: dict[str, str] = {
     "host_tier_bytes": "a whole number of bytes from 0 on",
     "disk_tier_path": "a directory",
     "disk_tier_bytes": "a whole number of bytes from 1 on",
+    "remote_tier": 'the name of one of SGLang\'s HiCache storage backends, such as "file" or "mooncake"',
+    "remote_tier_extra_config": "an object, or what --hicache-storage-backend-extra-config takes",
 }
 
 
@@ -57,12 +57,21 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     host_tier_bytes: int | None = None  # None: 0, and with a disk tier DEFAULT_HOST_BYTES
     disk_tier_path: str | None = None
     disk_tier_bytes: int | None = None
+    remote_tier: str | None = None
+    remote_tier_extra_config: dict[str, Any] | str | None = None
+
+    @property
+    def store(self) -> str | None:
+        """The key that asks for a store below host memory; None where none does."""
+        if self.disk_tier_path is not None:
+            return "disk_tier_path"
+        return "remote_tier" if self.remote_tier is not None else None
 
     @property
     def host_bytes(self) -> int:
         """Host memory for pages that left the device."""
         if self.host_tier_bytes is None:
-            return DEFAULT_HOST_BYTES if self.disk_tier_path is not None else 0
+            return DEFAULT_HOST_BYTES if self.store is not None else 0
         return self.host_tier_bytes
 
 
@@ -132,14 +141,22 @@ def _check_tiers(config: Config) -> None:
     if (path is None) != (disk is None):
         there, lacking = ("disk_tier_path", "disk_tier_bytes")[:: 1 if disk is None else -1]
         raise ConfigError(f"{VARIABLE}: {there} needs {lacking} beside it; set both, or neither")
-    if path is not None and host == 0:
+    if path is not None and config.remote_tier is not None:
         raise ConfigError(
-            f"{VARIABLE}: disk_tier_path with host_tier_bytes 0: pages pass through host memory; drop "
+            f"{VARIABLE}: disk_tier_path with remote_tier: one store lies below host memory; drop one "
+            "of the two"
+        )
+    if config.remote_tier_extra_config is not None and config.remote_tier is None:
+        raise ConfigError(
+            f"{VARIABLE}: remote_tier_extra_config needs remote_tier beside it; set both, or neither"
+        )
+    if config.store is not None and host == 0:
+        raise ConfigError(
+            f"{VARIABLE}: {config.store} with host_tier_bytes 0: pages pass through host memory; drop "
             f"host_tier_bytes for {DEFAULT_HOST_BYTES} bytes, or set it"
         )
-    if config.index == "radix" and (path is not None or host):
-        key = "disk_tier_path" if path is not None else "host_tier_bytes"
+    if config.index == "radix" and config.host_bytes:
         raise ConfigError(
-            f'{VARIABLE}: {key} with index "radix": lower tiers belong to the content index; drop one '
-            "of them"
+            f'{VARIABLE}: {config.store or "host_tier_bytes"} with index "radix": lower tiers belong to '
+            "the content index; drop one of them"
         )

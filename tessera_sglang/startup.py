@@ -149,7 +149,7 @@ def check(view: Any, config: Config, *, mla: bool, sparse: bool = False) -> None
             'latents and would disagree on which pages are equal; use "tokens", or --tp-size 1'
         )
     if config.host_bytes and view.tp_size > 1:
-        key = "host_tier_bytes" if config.disk_tier_path is None else "disk_tier_path"
+        key = config.store or "host_tier_bytes"
         raise StartupError(
             f"TESSERA_CONFIG: {key} with --tp-size {view.tp_size}: ranks would not agree on when a page "
             "has come back from a lower tier; drop the key, or use --tp-size 1"

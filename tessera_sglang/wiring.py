@@ -145,10 +145,10 @@ def make_cache(original: Any, ctx: Any) -> Any:
         getattr(model, "hf_text_config", model.hf_config),
         pairing=rotation.pairing.value if rotation is not None else "unknown",
     )
-    manifest = b"{}"
-    if config.disk_tier_path is not None:  # names that another process has to find again
-        kept = manifest_of(ctx, rope=rope, identity=identity)
-        identity, manifest = kept.digest, kept.json()
+    manifest = None
+    if config.store is not None:  # names that another process has to find again
+        manifest = manifest_of(ctx, rope=rope, identity=identity, key=config.store)
+        identity = manifest.digest
     v4 = v4_pool.is_v4_pool(ctx.params.token_to_kv_pool_allocator.get_kvcache())
     cache = (V4Cache if v4 else TesseraCache)(
         ctx.params,

@@ -21,7 +21,7 @@ from tessera_sglang.demo.client import Answer
 from tessera_sglang.demo.measure import PHASES, Measurement, Phase
 
 TINY_MLA = Path(__file__).parents[1] / "examples" / "tiny-mla"
-COMMANDS = ("bench", "demo", "doctor", "layout", "verify")
+COMMANDS = ("bench", "demo", "doctor", "layout", "store", "verify")
 ESCAPE = re.compile(rb"\x1b\[([0-9;]*)m")
 
 

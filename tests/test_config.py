@@ -89,8 +89,6 @@ def test_an_unknown_key_is_named_beside_the_known_ones() -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "remote_tier",
-        "remote_tier_extra_config",
         "swa_persistence",
         "swa_checkpoint_tokens",
         "require_salt",
@@ -117,6 +115,14 @@ def test_a_key_of_a_later_version_is_refused_not_ignored(key: str, value: str) -
             "disk_tier_path with host_tier_bytes 0: .* drop host_tier_bytes",
         ),
         ('{"index": "radix", "host_tier_bytes": 5}', 'host_tier_bytes with index "radix"'),
+        ('{"index": "radix", "remote_tier": "file"}', 'remote_tier with index "radix"'),
+        ('{"remote_tier": "file", "host_tier_bytes": 0}', "remote_tier with host_tier_bytes 0"),
+        ('{"remote_tier": 5}', "remote_tier must be the name of one of SGLang's"),
+        ('{"remote_tier_extra_config": {}}', "remote_tier_extra_config needs remote_tier"),
+        (
+            '{"disk_tier_path": "x", "disk_tier_bytes": 5, "remote_tier": "file"}',
+            "disk_tier_path with remote_tier: .* drop one",
+        ),
     ],
 )
 def test_lower_tiers_that_can_not_be_are_refused(text: str, words: str) -> None:

@@ -27,6 +27,8 @@ _COSTS = CostModel()
 _TOKEN_BYTES = 8
 _ASKED_AT_ONCE = 500
 _VICTIMS_AT_ONCE = 64
+# What sqlite and values of a damaged file raise; `damaged` tells which.
+INDEX_ERRORS = (sqlite3.Error, ValueError, TypeError, OverflowError, IndexError)
 _SCHEMA = """
 CREATE TABLE segments(
     id INTEGER PRIMARY KEY, name TEXT UNIQUE NOT NULL,
@@ -339,10 +341,31 @@ class Index:
             sql.execute("UPDATE segments SET clean = MIN(clean, ?) WHERE name = ?", (end, segment))
         return gone
 
+    def recount(self) -> None:
+        """Sum up the bytes of records, which are else only counted on. O(records)."""
+        with self.change() as sql:
+            sql.execute(
+                "UPDATE state SET value = (SELECT coalesce(sum(bytes), 0) FROM records) "
+                "WHERE name = 'record_bytes'"
+            )
+
     def release(self, segment: str) -> None:
         """What a dead writer had reserved is free."""
         with self.change() as sql:
             sql.execute("UPDATE segments SET reserved = 0 WHERE name = ?", (segment,))
+
+
+def damaged(error: Exception) -> bool:
+    """Whether an error of the index says that its file is not what it was, rather than busy or full.
+
+    Damage also shows as values of other types, and as tables that are gone.
+    """
+    if isinstance(error, sqlite3.ProgrammingError):
+        return False  # closed, because there is a newer one
+    if isinstance(error, sqlite3.OperationalError):
+        signs = ("no such", "malformed", "near", "unrecognized", "could not decode", "table")
+        return str(error).lower().startswith(signs)
+    return not isinstance(error, OSError)
 
 
 def _value(header: Header) -> float:

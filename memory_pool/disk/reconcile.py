@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from . import files
 from .directory import Directory
-from .index import Index, Place
+from .index import INDEX_ERRORS, Index, Place, damaged
 from .record import BLOCK, Damaged, Header, name_tag
 from .segments import Gap, Segment, scan, segment_files
 
@@ -34,9 +34,15 @@ def open_and_reconcile(directory: Directory) -> None:
     """Open the index, or make it again; both agree afterwards. Raises OSError, sqlite3.Error."""
     with directory.locked():
         if directory.open_index():
-            reconcile(directory)
-        else:
-            rebuild(directory)
+            try:
+                reconcile(directory)
+                return
+            except INDEX_ERRORS as error:
+                if not damaged(error):
+                    raise
+                directory.counters.add(index_errors=1)
+                directory.say("index", f"the index can not be used ({error}): it is made again")
+        rebuild(directory)
 
 
 def reconcile(directory: Directory) -> None:
@@ -50,6 +56,7 @@ def reconcile(directory: Directory) -> None:
     extents = index.extents()
     for name in present:
         _reconcile_segment(directory, name, known.get(name, 0), extents.get(name, (0, BLOCK)))
+    index.recount()
     remove_left_overs(directory)
 
 
@@ -148,7 +155,7 @@ def verify_sample(directory: Directory, count: int) -> Verified:
 
 def verify(directory: Directory, places: list[Place], *, keep: bool = False) -> Verified:
     """Read records whole. Damaged ones go to quarantine, or with ``keep`` are only counted."""
-    damaged = unreadable = 0
+    broken = unreadable = 0
     for place in places:
         reason = ""
         try:
@@ -161,10 +168,10 @@ def verify(directory: Directory, places: list[Place], *, keep: bool = False) -> 
             unreadable += 1
             continue
         if reason and directory.index.holds(place):
-            damaged += 1
+            broken += 1
             if not keep:
                 discard(directory, segment, place, reason)
-    return Verified(len(places), damaged, unreadable)
+    return Verified(len(places), broken, unreadable)
 
 
 def discard(directory: Directory, segment: Segment, place: Place, reason: str) -> None:
@@ -184,8 +191,8 @@ def _fault(segment: Segment, place: Place) -> str:
         if header.record_bytes != place.bytes or name_tag(header.name) != place.tag:
             return "index"
         return "" if segment.whole(header) else "checksum"
-    except Damaged as damaged:
-        return damaged.reason
+    except Damaged as fault:
+        return fault.reason
     except files.Short:
         return "short"
 

@@ -38,7 +38,7 @@ from . import files
 from .counters import Counters
 from .directory import Directory
 from .identity import Identity
-from .index import Index, Place
+from .index import INDEX_ERRORS, Index, Place, damaged
 from .reconcile import discard, open_and_reconcile, verify_sample
 from .record import BLOCK, Damaged, Header, header_size, name_tag, rounded
 from .segments import Segment
@@ -112,8 +112,6 @@ class DiskStore:
             open_and_reconcile(directory)
             with directory.locked():
                 identity.save(directory.manifests_path)
-            if sample:
-                verify_sample(directory, sample)
         except (OSError, sqlite3.Error) as error:
             directory.close()
             raise ValueError(
@@ -123,6 +121,7 @@ class DiskStore:
         sync = Sync() if fsync is None else fsync
         writer = Writer(directory, identity, room, segment_bytes, sync, retry_s)
         store = cls(directory, identity, writer)
+        store._on_index(lambda _: verify_sample(directory, sample))
         store.contains([])  # the one look-up that writes to the index: it numbers the manifest
         return store
 
@@ -311,8 +310,8 @@ class DiskStore:
                 self.counters.add(io_errors=1)
                 self._directory.say("read", f"{place.segment} can not be read: {error}")
                 return False
-            except Damaged as damaged:
-                fault = damaged.reason
+            except Damaged as found:
+                fault = found.reason
             except files.Short:
                 fault = "short"
             else:
@@ -376,19 +375,18 @@ class DiskStore:
             index = self._directory.index
             try:
                 return operation(index)
-            except sqlite3.Error as error:
+            except INDEX_ERRORS as error:
                 if self._closed:
                     return None
                 if index is not self._directory.index:
                     continue  # another thread made a new one meanwhile
                 self.counters.add(index_errors=1)
                 self._directory.say("sqlite", f"the index fails: {error}")
-                # "malformed" and "not a database" have this very class; busy, full, I/O have others
-                if type(error) is not sqlite3.DatabaseError or not self._renew(index, error):
+                if not damaged(error) or not self._renew(index, error):
                     return None
         return None
 
-    def _renew(self, index: Index, error: sqlite3.Error | None) -> bool:
+    def _renew(self, index: Index, error: Exception | None) -> bool:
         """Leave an index that is damaged or superseded; whether there is another one now."""
         with self._writer.lock:
             if index is not self._directory.index:
@@ -396,7 +394,7 @@ class DiskStore:
             self._writer.seal()
             try:
                 self._writer.reopen(damaged=error is not None)
-            except (OSError, sqlite3.Error) as failed:
+            except (OSError, *INDEX_ERRORS) as failed:
                 self._directory.say("renew", f"the index can not be made again: {failed}")
                 self._writer.stop(failed)
                 return False

@@ -13,7 +13,7 @@ from ..lower import PageName, Worth
 from . import files
 from .directory import Directory
 from .identity import Identity
-from .index import Place
+from .index import Place, damaged
 from .reconcile import open_and_reconcile, rebuild, reconcile
 from .record import BLOCK, Header, header_size, pack, rounded
 from .segments import Appended
@@ -100,7 +100,7 @@ class Writer:
         """Store pages whose keys the index does not have. What fails is counted, and writing stops.
 
         Raises:
-            sqlite3.DatabaseError: of exactly this class: the index is damaged.
+            INDEX_ERRORS: the index is damaged.
         """
         sizes = [header_size(name, self._identity.layout) + rounded(len(page))
                  for name, page in zip(names, pages, strict=True)]  # fmt: skip
@@ -115,6 +115,8 @@ class Writer:
                 self.stop(error)
                 return
             except sqlite3.OperationalError as error:  # full, read-only, busy for too long
+                if damaged(error):
+                    raise
                 self.stop(error)
                 self._give_up()
                 return

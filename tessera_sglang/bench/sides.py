@@ -20,7 +20,15 @@ STOCK, TESSERA = "stock", "tessera"
 _GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
 _WHITELIST = "SGLANG_PLUGINS"
 _OFFLINE = "HF_HUB_OFFLINE"
-_NO_TIERS = dict.fromkeys(("host_tier_bytes", "disk_tier_path", "disk_tier_bytes"))
+_NO_TIERS = dict.fromkeys(
+    (
+        "host_tier_bytes",
+        "disk_tier_path",
+        "disk_tier_bytes",
+        "remote_tier",
+        "remote_tier_extra_config",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from tessera_sglang.memory_pool.lower import PageName
 
 SCHEMA = 1
 BLOCK = 4096  # engines that bypass the page cache want sizes and addresses in whole blocks
-HEADER_BYTES = BLOCK  # room for 64 tokens and some 60 spans that become visible inside the page
+HEADER_BYTES = BLOCK  # room for 64 tokens and some 40 spans that become visible inside the page
 DIGEST_BYTES = 32
 _MAGIC = b"TESSREMO"
 # magic, checksum | schema, header, page, tokens, mark | manifest, namespace, parent, key

@@ -8,6 +8,7 @@ import random
 import resource
 import shutil
 import signal
+import sqlite3
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,8 +102,8 @@ def test_two_writers_under_one_cap(tmp_path: Path) -> None:
     capacity = 16 << 20
     writers = [python(WRITER, str(tmp_path), str(n), str(capacity), "60") for n in (1, 2)]
     while any(process.poll() is None for process in writers):
-        if (tmp_path / "quarantine").exists():
-            assert _safely_on_disk(tmp_path) <= capacity
+        if (tmp_path / "index.1.sqlite").exists():
+            assert _in_one_moment_on_disk(tmp_path) <= capacity
     ends = []
     for process in writers:
         assert process.stdout is not None
@@ -117,14 +118,21 @@ def test_two_writers_under_one_cap(tmp_path: Path) -> None:
     assert sum(landed(store, last)) == store._directory.index.count() > 15
 
 
-def _safely_on_disk(path: Path) -> int:
-    total = 0
-    for each in [*(path / "segments").iterdir(), *(path / "quarantine").iterdir()]:
-        try:
-            total += each.stat().st_blocks * 512
-        except FileNotFoundError:
-            continue
-    return total
+def _in_one_moment_on_disk(path: Path) -> int:
+    """Nobody evicts or reserves while this holds the index: files are looked at one by one."""
+    sql = sqlite3.connect(path / "index.1.sqlite", timeout=60, isolation_level=None)
+    sql.execute("BEGIN IMMEDIATE")
+    try:
+        total = 0
+        for each in [*(path / "segments").iterdir(), *(path / "quarantine").iterdir()]:
+            try:
+                total += each.stat().st_blocks * 512
+            except FileNotFoundError:  # a segment that was empty
+                continue
+        return total
+    finally:
+        sql.execute("COMMIT")
+        sql.close()
 
 
 def test_records_that_another_process_evicted_are_misses(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from server import RequestError, Server
 
 REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"index": "tree"}, [], ["TESSERA_CONFIG", "index", "content"]),
-    ({"remote_tier": "file"}, [], ["remote_tier", "not available", "remove"]),
+    ({"swa_persistence": "full"}, [], ["swa_persistence", "not available", "remove"]),
     (
         {"disk_tier_path": "/proc/none", "disk_tier_bytes": 1 << 20},
         [],

@@ -92,6 +92,8 @@ def tiers_of(config: Config, manifest: Manifest | None) -> Callable[[KvMemory], 
     def opened(memory: KvMemory) -> TierStack:
         try:
             return _open(config, manifest, memory)
+        except ConfigError:
+            raise
         except ValueError as error:
             raise ConfigError(f"{VARIABLE}: {error}") from error
 
@@ -115,13 +117,18 @@ def _disk(config: Config, manifest: Manifest, memory: KvMemory) -> Store | None:
     if config.disk_tier_path is None:
         return None
     assert config.disk_tier_bytes is not None
-    store = DiskStore.open(
-        config.disk_tier_path,
-        manifest=manifest.json(),
-        page_bytes=memory.page_bytes,
-        layout=json.dumps(memory.layout).encode(),
-        capacity_bytes=config.disk_tier_bytes,
-    )
+    try:
+        store = DiskStore.open(
+            config.disk_tier_path,
+            manifest=manifest.json(),
+            page_bytes=memory.page_bytes,
+            layout=json.dumps(memory.layout).encode(),
+            capacity_bytes=config.disk_tier_bytes,
+        )
+    except ValueError as error:
+        raise ConfigError(
+            f"{VARIABLE}: disk_tier_path {config.disk_tier_path!r}: {error}"
+        ) from error
     logger.info(
         "disk tier: %s, up to %.3f GB, records of %s",
         *(config.disk_tier_path, config.disk_tier_bytes / 1e9, store.digest.hex()[:16]),

@@ -35,7 +35,7 @@ CREATE TABLE segments(
     clean INTEGER NOT NULL, reserved INTEGER NOT NULL);
 CREATE TABLE manifests(id INTEGER PRIMARY KEY, digest BLOB UNIQUE NOT NULL);
 CREATE TABLE records(
-    id INTEGER PRIMARY KEY, manifest INTEGER NOT NULL, key BLOB NOT NULL, tag INTEGER NOT NULL,
+    id INTEGER PRIMARY KEY AUTOINCREMENT, manifest INTEGER NOT NULL, key BLOB NOT NULL, tag INTEGER NOT NULL,
     segment INTEGER NOT NULL, offset INTEGER NOT NULL, bytes INTEGER NOT NULL,
     value REAL NOT NULL, uses INTEGER NOT NULL, priority REAL NOT NULL);
 CREATE UNIQUE INDEX by_key ON records(manifest, key);
@@ -54,7 +54,7 @@ CREATE TRIGGER shrunk AFTER DELETE ON records BEGIN
 class Place:
     """Where a record is said to be."""
 
-    row: int
+    row: int  # never given to another record of this generation
     tag: int  # of its name
     segment: str  # file name
     offset: int
@@ -264,7 +264,9 @@ class Index:
         with self.change() as sql:
             for place in places:
                 gone += sql.execute(
-                    "DELETE FROM records WHERE id = ? AND offset = ?", (place.row, place.offset)
+                    "DELETE FROM records WHERE id = ? AND offset = ? AND segment = "
+                    "(SELECT id FROM segments WHERE name = ?)",
+                    (place.row, place.offset, place.segment),
                 ).rowcount
         return gone
 

@@ -152,6 +152,25 @@ def test_records_that_another_process_evicted_are_misses(tmp_path: Path) -> None
     assert not one.counters.quarantined
 
 
+def test_forgetting_where_a_record_was_forgets_no_other(tmp_path: Path) -> None:
+    """The last row goes, and a record at the same offset of another segment comes."""
+    store = opened(tmp_path)
+    (old,) = document(1, 1)
+    write(store, [old])
+    (place,) = store.places([old])
+    index = store._directory.index
+    assert index.drop([place]) == 1
+    store._writer.seal()
+    (new,) = document(2, 1)
+    write(store, [new])
+    (there,) = store.places([new])
+    assert there.offset == place.offset
+    assert there.row != place.row
+    assert not index.holds(place)
+    assert index.drop([place]) == 0
+    assert read(store, [new]) == [True]
+
+
 def test_another_process_made_the_index_again(tmp_path: Path) -> None:
     one = opened(tmp_path)
     write(one, document(1, 4))

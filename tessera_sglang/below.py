@@ -12,6 +12,7 @@ is loaded by its prefill, which then computes one token.
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -29,6 +30,7 @@ from tessera_sglang.memory_pool.tiers import Ticket, TierStack
 from .kv_memory import KvMemory
 
 BELOW = "tessera_below"  # attribute of a Req
+PATIENCE_S = 10.0  # that a request waits for a store
 DOWN_BYTES = 16 << 20  # written down between two scheduling passes
 
 
@@ -41,6 +43,7 @@ class Wanted:
     names: list[PageName]
     on_host: int = 0  # the chain's pages before this one were there when it was first asked for
     ticket: Ticket | None = None
+    until_s: float = 0.0  # of the monotonic clock: no longer is it waited for
 
 
 @dataclass(slots=True)
@@ -57,6 +60,7 @@ class Below:
     def __init__(self, stack: TierStack, memory: KvMemory, page_tokens: int) -> None:
         self.stack = stack
         self.loaded = LoadedTokens()
+        self.gave_up = 0  # requests that waited too long for a store; only grows
         self._memory = memory
         self._page_tokens = page_tokens
         self._leaving: list[tuple[list[PageName], list[Worth], PageIds]] = []
@@ -91,8 +95,9 @@ class Below:
         left = max(1, most_bytes // self._memory.page_bytes)
         while self._unwritten and left > 0 and self.stack.accepts():
             segment = self._unwritten.popleft()
-            if segment.intact:
-                left -= self._write_down(segment, left)
+            end = min(segment.end, segment.run.end)  # what was evicted since went down already
+            if segment.run.alive and segment.first < end:
+                left -= self._write_down(Segment(segment.run, segment.first, end), left)
         return bool(self._unwritten)
 
     def _write_down(self, segment: Segment, most: int) -> int:
@@ -143,6 +148,7 @@ class Below:
         names = wanted.names[found.pages - wanted.first :]
         wanted.on_host = found.pages + self.stack.held(names)
         known = self.stack.known(names)
+        wanted.until_s = time.monotonic() + PATIENCE_S
         if known:
             start = found.pages * self._page_tokens
             wanted.ticket = self.stack.prefetch(
@@ -152,7 +158,14 @@ class Below:
     def waits(self, req: Any) -> bool:
         """Whether a queued request should wait for pages that are on their way to host memory."""
         entry = self._waiting.get(id(req))
-        return entry is not None and entry[1].ticket is not None and not entry[1].ticket.done
+        if entry is None or entry[1].ticket is None or entry[1].ticket.done:
+            return False
+        if time.monotonic() < entry[1].until_s:
+            return True
+        entry[1].ticket.cancel()  # a disk that hangs: what came is used, the rest is computed
+        entry[1].ticket = None
+        self.gave_up += 1
+        return False
 
     def offer(self, req: Any, chain: Chain, found: Match, limit: int) -> Load | None:
         """What of a request's chain, up to ``limit`` tokens, host memory has behind a match."""
@@ -253,6 +266,7 @@ class Below:
             "counters": asdict(stack.counters),
             "sizes": asdict(stack.sizes()),
             "unwritten": len(self._unwritten),
+            "gave_up": self.gave_up,
             **({"store": stack.store.state()} if stack.store is not None else {}),
         }
 

@@ -67,8 +67,7 @@ def measure(settings: Settings, path: Path) -> Report:
     report = Report("store", settings={**asdict(settings), "page_bytes": PAGE_BYTES})
     report.notes.append(
         "Medians of rounds in which the sides take turns; a ratio compares the sides in a round. "
-        "DiskStore.read of a batch uses two threads, as in a server; plain preadv has one, and so has "
-        "the store page by page. Cold: posix_fadvise asks the system to drop the files' cache, which on "
+        "One thread each. Cold: posix_fadvise asks the system to drop the files' cache, which on "
         "a virtual disk may still leave them in the host's."
     )
     _add_overhead(report)
@@ -109,8 +108,7 @@ def _add_reads(
     into: memoryview,
 ) -> None:
     sides: dict[str, Callable[[], None]] = {
-        "store": lambda: _read_store(store, names, into, len(into) // PAGE_BYTES),
-        "store, page by page": lambda: _read_store(store, names, into, 1),
+        "store": lambda: _read_store(store, names, into),
         "preadv": lambda: _read_plain(ranges, into),
     }
     seconds: dict[str, list[float]] = {side: [] for side in sides}
@@ -177,7 +175,8 @@ def _write(store: DiskStore, names: Sequence[PageName]) -> float:
     return took
 
 
-def _read_store(store: DiskStore, names: Sequence[PageName], into: memoryview, batch: int) -> None:
+def _read_store(store: DiskStore, names: Sequence[PageName], into: memoryview) -> None:
+    batch = len(into) // PAGE_BYTES
     for at in range(0, len(names), batch):
         some = list(names[at : at + batch])
         assert all(store.read(some, into[: len(some) * PAGE_BYTES]))

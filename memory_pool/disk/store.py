@@ -19,8 +19,9 @@ index itself, some 300 bytes a record, is not counted.
 *Who goes*: GreedyDual-Size-Frequency over all records of the directory, as in host memory
 (:mod:`memory_pool.worth`); pages of spans cost four times as much to miss.
 
-*Threads*: reads run side by side, and beside a write; one of several large pages takes a second
-thread. Look-ups hold a lock for the time of a query, about 2 us a name; writes are one at a time.
+*Threads*: reads run side by side, and beside a write. Look-ups hold a lock for the time of a query,
+about 4 us a name; writes are one at a time. Nothing here starts a thread: checksums are taken piece by
+piece as a page comes, out of the cache, and a second thread for them made reading slower on two cores.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import TypeVar
 
@@ -47,8 +47,6 @@ from .writing import Sync, Writer
 SEGMENT_BYTES = 256 << 20
 _TOUCHED_AT_MOST = 1024  # rows whose uses are written down with the next write, or when so many
 _QUARANTINE_BYTES = 64 << 20
-_LARGE_BYTES = 1 << 20  # pages from here on are worth a second thread
-_Job = tuple[PageName, Place, memoryview, int]  # of a page; the number is the caller's
 _T = TypeVar("_T")
 
 
@@ -63,8 +61,6 @@ class DiskStore:
         self._manifest: tuple[Index, int] | None = None  # its number in a generation of the index
         self._touched: Counter[int] = Counter()
         self._touching = threading.Lock()
-        self._helper = ThreadPoolExecutor(1, "tessera-store-read")  # starts with its first job
-        self._second = threading.Lock()  # held by the read that it helps
         self._closed = False
 
     @classmethod
@@ -128,7 +124,7 @@ class DiskStore:
     # --- Store -----------------------------------------------------------------------------------
 
     def contains(self, names: list[PageName]) -> list[bool]:
-        """Which pages it holds by the index: one query for 500 names, about 2 us a name.
+        """Which pages it holds by the index: one query for 500 names, about 4 us a name.
 
         A record of the same key and another name is none.
         """
@@ -152,15 +148,12 @@ class DiskStore:
                 wanted.append((place.segment, place.offset, number, place))
             elif place is not None:
                 self.counters.add(collisions=1)
-        wanted.sort(key=lambda one: one[:3])
-        jobs = [
-            (names[number], place, into[number * size : (number + 1) * size], number)
-            for _, _, number, place in wanted
-        ]
         rows = []
-        for number, place in self._read_all(jobs):
-            landed[number] = True
-            rows.append(place.row)
+        for _, _, number, place in sorted(wanted, key=lambda one: one[:3]):
+            part = into[number * size : (number + 1) * size]
+            landed[number] = self._read(names[number], place, part)
+            if landed[number]:
+                rows.append(place.row)
         count = len(rows)
         self.counters.add(read_records=count, read_bytes=count * size, missed=len(names) - count)
         self._touch(rows)
@@ -203,7 +196,6 @@ class DiskStore:
             self._closed = True
             self._write_touched()
             self._writer.seal()
-            self._helper.shutdown()
             self._directory.close()
 
     # --- beside it -------------------------------------------------------------------------------
@@ -269,29 +261,6 @@ class DiskStore:
             assert total == index.record_bytes(), "bytes of records are counted wrongly"
 
     # --- records ------------------------------------------------------------------------------
-
-    def _read_all(self, jobs: list[_Job]) -> list[tuple[int, Place]]:
-        """Numbers and places of those that landed. Large pages in two halves at once, if the second
-        thread has nothing else to do: one reads while the other sums."""
-        cut = len(jobs) // 2
-        if not cut or self._identity.page_bytes < _LARGE_BYTES or not self._second.acquire(False):
-            return self._read_some(jobs)
-        try:
-            first = self._helper.submit(self._read_some, jobs[:cut])
-        except RuntimeError:  # closed
-            self._second.release()
-            return self._read_some(jobs)
-        try:
-            second = self._read_some(jobs[cut:])
-            return first.result() + second
-        finally:
-            wait([first])  # whatever happened, nothing writes into the caller's buffer after this
-            self._second.release()
-
-    def _read_some(self, jobs: list[_Job]) -> list[tuple[int, Place]]:
-        return [
-            (number, place) for name, place, into, number in jobs if self._read(name, place, into)
-        ]
 
     def _read(self, name: PageName, place: Place, into: memoryview) -> bool:
         expected = header_size(name, self._identity.layout)

@@ -77,9 +77,10 @@ def weights_fingerprint(directory: str | Path) -> str:
         tensors = sorted(tensor for file in files for tensor in _tensors(file))
         for tensor in tensors:
             _add(digest, json.dumps([tensor.name, tensor.dtype, tensor.shape]).encode())
-        for tensor in _chosen(tensors):
+        small = sum(tensor.size for tensor in tensors) <= WHOLE_BYTES
+        for tensor in tensors if small else _chosen(tensors):
             with tensor.path.open("rb") as file:
-                for part in _parts(tensor.start, tensor.size, whole=_small(tensors)):
+                for part in _parts(tensor.start, tensor.size, whole=small):
                     _add(digest, _read(file, *part, tensor.path))
         return digest.hexdigest()
     others = sorted(file for file in path.iterdir() if file.suffix in OTHER_WEIGHTS)
@@ -111,12 +112,8 @@ def _tensors(path: Path) -> Iterator[_Tensor]:
         raise ValueError(f"{path} is no safetensors file: {error!r}") from error
 
 
-def _small(tensors: list[_Tensor]) -> bool:
-    return sum(tensor.size for tensor in tensors) <= WHOLE_BYTES
-
-
 def _chosen(tensors: list[_Tensor]) -> list[_Tensor]:
-    if _small(tensors) or len(tensors) <= SAMPLED_TENSORS:
+    if len(tensors) <= SAMPLED_TENSORS:
         return tensors
     last = len(tensors) - 1
     return [tensors[number * last // (SAMPLED_TENSORS - 1)] for number in range(SAMPLED_TENSORS)]

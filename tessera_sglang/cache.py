@@ -8,6 +8,7 @@ prompt. A reader of spans matches the shared pages of its spans, which it waits 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -429,6 +430,11 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
     def readable(self, path: Path) -> bool:
         """Whether what is resident of a span can be read: here it is enough that its pages are."""
         return True
+
+    @property
+    def most_bodies(self) -> int:
+        """Bodies that can be kept for waiting readers at a time, besides what their pages take."""
+        return sys.maxsize
 
     def keep_for(self, waiting: Callable[[], Iterable[Path]]) -> None:
         """Who waits holds what ``waiting`` gives; what else those paths need is to stay as well."""

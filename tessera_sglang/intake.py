@@ -367,7 +367,12 @@ class SpanIntake:
         coming = sum(prefill.new_pages for prefill in self._on_the_way.values())
         new = sum(body.chain.page_count for body in absent)
         total: int = self._scheduler.max_total_num_tokens // size
-        return self.cache.index.held_pages + coming + new + remaining < total
+        kept = {body for _, waiting in self._holding.values() for body in waiting.bodies}
+        kept.update(self._on_the_way, reader.bodies)
+        return (
+            self.cache.index.held_pages + coming + new + remaining < total
+            and len(kept) <= self.cache.most_bodies
+        )
 
     def _start(self, req: Any, reader: Reader, body: Body) -> SpanPrefill:
         """A prefill-only request over ``[root | body]``, in the reader's namespace and priority."""

@@ -392,6 +392,7 @@ def test_a_checkpoint_that_is_gone_costs_tokens_and_nothing_else() -> None:
         plan = plan_restore(stored.strategy, 20, reach=6, last_kept=last_kept)
         assert plan == Restore(20, 0, 14)
         assert run.goes_on_exactly(run.restored(plan, stored), 20)
+    assert plan_restore(stored.strategy, 20, reach=12, last_kept=8) == Restore(20, 0, 8), "no read"
     far = plan_restore(stored.strategy, 20, reach=16, last_kept=8)
     assert far == Restore(20, 8, 8)
     assert run.goes_on_exactly(run.restored(far, stored), 20)

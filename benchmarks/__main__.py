@@ -23,8 +23,18 @@ from tessera_sglang import tables
 
 # Fast and quiet ones first: an index measured beside a server that ends is measured wrongly.
 COMMANDS = (
-    *("index", "attention", "plain_traffic", "latency", "multi_agent", "tools", "rag", "traces"),
-    *("head_shapes", "quality"),
+    *(
+        "index",
+        "attention",
+        "store",
+        "plain_traffic",
+        "latency",
+        "multi_agent",
+        "tools",
+        "rag",
+        "traces",
+    ),
+    *("restart", "head_shapes", "quality"),
 )
 BY_DEFAULT = frozenset({"plain_traffic", "latency", "multi_agent", "rag", "traces", "quality"})
 QUICK = frozenset({"latency", "multi_agent", "rag", "quality"})

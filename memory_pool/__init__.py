@@ -9,4 +9,6 @@
 * Where it is kept: ``pool`` over ``paged`` (what grows with the context) and ``arena`` with ``ring`` and
   ``saved`` (what a request carries along); ``storage`` (tensors), ``units`` (who owns a page or slot),
   ``handles`` (addresses).
+* Below the device: ``names`` (what a page is called there), ``lower`` (what tiers exchange), ``worth``
+  (what stays), ``host`` (memory), ``disk`` (a directory), and ``tiers``, which moves pages between them.
 """

@@ -50,6 +50,7 @@ from .keys import (
     sibling_order,
     xxh3_128,
 )
+from .lower import KEY_BYTES
 from .runs import (
     Counters,
     Fork,
@@ -65,6 +66,8 @@ from .runs import (
 
 # Of pages that two requests computed alike: (sealed ids, own ids) -> which hold the same latents
 CompareLatents = Callable[[PageIds, npt.NDArray[np.int64]], npt.NDArray[np.bool_]]
+# Of pages that are about to go, still in the index: (run, first of them in the chain, physical pages)
+OnEvict = Callable[[Run, int, PageIds], None]
 
 
 _first = attrgetter("first")
@@ -82,6 +85,7 @@ class ContentIndex:
         protected_hits: int = PROTECTED_HITS,
         smallest_fork: int | None = None,
         compare_latents: CompareLatents | None = None,
+        on_evict: OnEvict | None = None,
     ) -> None:
         """An empty index.
 
@@ -94,6 +98,10 @@ class ContentIndex:
                 for never.
             compare_latents: called for pages that are there already when a request publishes them; a
                 page whose latents differ stays private, and so does the chain behind it.
+            on_evict: called by :meth:`evict` for each stretch of pages before they go, the ones at the
+                end of a chain first; the pages of one call, in row order, are the last of their run
+                and go from the last to the first. It may name them (:func:`names.run_names`); it must
+                neither change the index nor raise, and what goes does not depend on it.
 
         Raises:
             ValueError: the policy is unknown, or ``smallest_fork`` is not positive.
@@ -107,6 +115,7 @@ class ContentIndex:
         self._hash = hash_function
         self._smallest_fork = sys.maxsize if smallest_fork is None else smallest_fork
         self._compare_latents = compare_latents
+        self._on_evict = on_evict
         self._roots: dict[PageKey, Run] = {}
         self._runs: dict[PageKey, Run] = {}
         self._queue = EvictionQueue(policy(eviction_policy, protected_hits))
@@ -205,7 +214,12 @@ class ContentIndex:
     # --- publication -----------------------------------------------------------------------------
 
     def publish(
-        self, chain: Chain, page_ids: npt.NDArray[np.int64] | Sequence[int], counted: int = 0
+        self,
+        chain: Chain,
+        page_ids: npt.NDArray[np.int64] | Sequence[int],
+        counted: int = 0,
+        *,
+        shared: bool = False,
     ) -> Published:
         """Seal the first ``len(page_ids)`` pages of ``chain``, stored in those physical pages.
 
@@ -213,7 +227,7 @@ class ContentIndex:
         caller points its row at the sealed one and then frees its own. On a collision, or where
         latents differ, the rest of the chain stays the caller's private property: the result is then
         shorter than asked for. ``counted`` pages were published by this request before, and are not
-        counted as used again.
+        counted as used again. ``shared`` says that the chain is a span's body (:meth:`share`).
         """
         own = np.asarray(page_ids, dtype=np.int64)[: chain.page_count]
         root = self._roots.get(chain.root_key) or self._begin_namespace(chain.root_key)
@@ -225,22 +239,28 @@ class ContentIndex:
             alike = self._compare_latents(sealed[duplicates], own[duplicates])
             if not alike.all():
                 first = int(duplicates[int(alike.argmin())])
-                return self._leave_private(chain, own, first, counted)
+                self.counters.latent_divergence += 1
+                return self.publish(chain, own[:first], counted, shared=shared)
         self.counters.duplicate_pages += len(duplicates)
         if pages < len(own):
             run = self._append(run, chain, own)
         self._use(run, counted)
+        if shared:
+            _share(run)
         if not run.end:
             self._end_namespace(run)
-            return Published(None, 0, duplicates, own[duplicates])
-        return Published(run, run.end, duplicates, own[duplicates])
+            return Published(None, 0, 0, duplicates, own[duplicates])
+        return Published(run, run.end, pages, duplicates, own[duplicates])
 
-    def _leave_private(
-        self, chain: Chain, own: npt.NDArray[np.int64], pages: int, counted: int
-    ) -> Published:
-        """Publish the pages before one whose latents differ from those that are sealed."""
-        self.counters.latent_divergence += 1
-        return self.publish(chain, own[:pages], counted)
+    def share(self, path: Path) -> None:
+        """Note that a path leads to the ends of spans' bodies, whoever published their pages.
+
+        Lower tiers keep such pages longest. Pages that went meanwhile are skipped.
+        """
+        if path.generation == self.generation:
+            for segment in path.segments:
+                if segment.intact:
+                    _share(segment.run)
 
     def _append(self, parent: Run, chain: Chain, own: npt.NDArray[np.int64]) -> Run:
         """New runs for what of ``own`` is not there yet, one from each marked page on."""
@@ -475,6 +495,8 @@ class ContentIndex:
         """Take up to ``most`` pages off the end of a run; with its last one the run goes."""
         assert evictable(run)
         kept = max(run.page_count - most, 0)
+        if self._on_evict is not None:
+            self._on_evict(run, run.start + kept, run.page_ids[kept:])
         gone = run.shorten(kept, self.page_size) if kept else run.page_ids
         self._pages -= len(gone)
         self.counters.evicted_pages += len(gone)
@@ -531,6 +553,12 @@ class ContentIndex:
     def check_invariants(self) -> None:
         """Assert everything that must hold between operations. O(pages)."""
         check(self._runs, self._roots, self)
+        for run in self._runs.values():
+            above = run.parent
+            assert above is not None
+            assert run.names is None or len(run.names) == run.page_count * KEY_BYTES
+            assert run.names is None or above.names is not None or not above.page_count
+            assert not run.shared or above.shared or not above.page_count, "shared below others"
 
     # --- internals -------------------------------------------------------------------------------
 
@@ -540,6 +568,13 @@ class ContentIndex:
         while run is not None:
             run.tick = self._clock
             run = run.parent
+
+
+def _share(last: Run) -> None:
+    run: Run | None = last
+    while run is not None and run.page_count and not run.shared:
+        run.shared = True
+        run = run.parent
 
 
 def _visible_alike(one: Mark, other: Mark) -> int:

@@ -136,8 +136,12 @@ def page_key(
     """Key of a page below ``parent`` (:func:`below_root` or :func:`below_page`)."""
     if not mark:
         return PageKey(hash_function(parent + token_bytes))
-    framed = b"".join(struct.pack("<QQ", at, len(what)) + what for at, what in mark)
-    return PageKey(hash_function(parent + token_bytes + framed))
+    return PageKey(hash_function(parent + token_bytes + framed(mark)))
+
+
+def framed(mark: Mark) -> bytes:
+    """A mark as bytes that no other mark has; empty for a plain page."""
+    return b"".join(struct.pack("<QQ", at, len(what)) + what for at, what in mark)
 
 
 def sibling_order(head: bytes, mark: Mark) -> bytes:

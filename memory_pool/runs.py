@@ -26,6 +26,7 @@ from .keys import (
     below_root,
     sibling_order,
 )
+from .lower import KEY_BYTES, PageName
 
 PageIds = npt.NDArray[np.int32]  # physical pages of the paged tier
 
@@ -48,11 +49,13 @@ class Run:
         "locks",  # paths of running requests that end here, and children that are locked
         "mark",  # of the first page; no other page of a run has one
         "memo",  # whatever the owner of the index derived from `page_ids`; gone when they change
+        "names",  # tier keys of its pages, KEY_BYTES each; None until asked for (`names.run_keys`)
         "page_ids",
         "parent",
         "queued",  # has an entry in the eviction queue
         "raw",  # token bytes, int64 each
         "root_key",
+        "shared",  # pages of a span's body, as far as anybody said so; then so are those above
         "start",  # pages before it
         "tick",  # last use, on the logical clock
     )
@@ -74,12 +77,14 @@ class Run:
         self.locks = self.holds = self.hits = self.tick = 0
         self.queued = False
         self.alive = True
+        self.shared = False
         self.key = key
         self.start = start
         self.end = start + len(page_ids)
         self.raw = raw
         self.page_ids = page_ids
         self.memo: Any = None
+        self.names: bytes | None = None
         self.mark = mark
         self.first = leading(sibling_order(raw[:TOKEN_BYTES], mark))
         self.identity = below_page(int(page_ids[-1])) if len(page_ids) else below_root(root_key)
@@ -96,13 +101,16 @@ class Run:
             page_ids=self.page_ids[:upper_pages],
             mark=self.mark,
         )
-        upper.tick, upper.hits = self.tick, self.hits
+        upper.tick, upper.hits, upper.shared = self.tick, self.hits, self.shared
         upper.locks, upper.holds = int(self.locks > 0), int(self.holds > 0)
         upper.children.append(self)
         self.parent, self.key, self.start, self.mark = upper, key, upper.end, NO_MARK
         self.raw, self.page_ids = self.raw[cut:], self.page_ids[upper_pages:]
         self.first = leading(self.raw[:TOKEN_BYTES])
         self.memo = None
+        if self.names is not None:
+            named = upper_pages * KEY_BYTES
+            upper.names, self.names = self.names[:named], self.names[named:]
         return upper
 
     def shorten(self, pages: int, page_size: int) -> PageIds:
@@ -113,6 +121,8 @@ class Run:
         self.end = self.start + pages
         self.identity = below_page(int(self.page_ids[-1]))
         self.memo = None
+        if self.names is not None:
+            self.names = self.names[: pages * KEY_BYTES]
         return gone
 
     @property
@@ -197,12 +207,22 @@ class Fork:
         return int(run.page_ids[self.page - run.start])
 
 
+@dataclass(slots=True)
+class Load:
+    """Pages in host memory that continue a match: to be copied into pages of the request's own."""
+
+    names: list[PageName]
+    page: int  # of the chain, the first of them
+    rows: int  # leading tokens of them that the request may take
+
+
 @dataclass(frozen=True, slots=True)
 class Copied:
-    """The first rows of a page that a request owns, copied from a sealed one."""
+    """Rows behind a match in a request's own pages, copied from a sealed page or from host memory."""
 
-    page_id: int
-    rows: int
+    page_ids: PageIds  # int32 [pages]
+    rows: int  # the last page may be partly filled
+    loaded: bool  # from host memory
 
 
 @dataclass(slots=True)
@@ -248,6 +268,7 @@ class Path:
     generation: int
     counted: int = 0  # pages of the last segment's chain whose use was counted already
     fork: Fork | None = None  # rows to be had behind the last page, by copying them
+    load: Load | None = None  # or more of them, from host memory
     copied: Copied | None = None  # rows that were, the request's own
 
     def __len__(self) -> int:
@@ -279,6 +300,7 @@ class Published:
 
     run: Run | None
     pages: int
+    known: int  # of these, there before
     # Pages of the chain that were there under another physical page, and the caller's copies of
     # them: to be repointed, then freed.
     duplicate_pages: npt.NDArray[np.int64]

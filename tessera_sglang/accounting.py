@@ -16,8 +16,7 @@ from typing import Any
 
 from .cache import TesseraCache
 from .compat import HEALTH_CHECK_RID_PREFIX
-from .intake import is_span_prefill
-from .reader import reader_of
+from .reader import is_span_prefill, reader_of
 
 ACCOUNTED = "tessera_accounted"  # attribute of a Req
 NOT_FOUND = "tessera_not_found"  # of a Req in a batch being made: tokens that SGLang takes for hits
@@ -69,7 +68,7 @@ def _count(cache: TesseraCache, req: Any, found: int) -> None:
     traffic.lookup += len(req.origin_input_ids)
     traffic.span_hit += found
     traffic.prefix_hit += req.cached_tokens - found
-    traffic.forked += copied.rows if copied is not None else 0
+    traffic.forked += copied.rows if copied is not None and not copied.loaded else 0
 
 
 # --- SGLang's own metrics ------------------------------------------------------------------------
@@ -83,9 +82,13 @@ def correct_prefill_stats(result: Any, cls: Any, adder: Any, *args: Any, **kwarg
     for req in adder.can_run_list:
         tokens = getattr(req, NOT_FOUND, 0)
         if tokens:
-            result.log_hit_tokens -= tokens
-            result.log_device_hit_tokens -= tokens
             setattr(req, NOT_FOUND, 0)
+            result.log_hit_tokens -= tokens
+            loaded = req.materialized_host_hit_len() if is_span_prefill(req) else 0
+            stored = min(loaded, req.storage_hit_length)
+            result.log_device_hit_tokens -= tokens - loaded
+            result.log_host_hit_tokens -= loaded - stored
+            result.log_storage_hit_tokens -= stored
     return result
 
 

@@ -8,7 +8,9 @@ prompt. A reader of spans matches the shared pages of its spans, which it waits 
 from __future__ import annotations
 
 import logging
+import sys
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -19,10 +21,12 @@ import torch
 
 from tessera_sglang.memory_pool.eviction import PROTECTED_HITS
 from tessera_sglang.memory_pool.index import ContentIndex
-from tessera_sglang.memory_pool.keys import Namespace, PageKey, as_tokens
+from tessera_sglang.memory_pool.keys import Chain, Namespace, PageKey, as_tokens
 from tessera_sglang.memory_pool.pool import TierView
-from tessera_sglang.memory_pool.runs import Copied, Fork, Path, Published, Run, Segment
+from tessera_sglang.memory_pool.runs import Copied, Match, PageIds, Path, Published, Run, Segment
+from tessera_sglang.memory_pool.tiers import TierStack
 
+from .below import Below
 from .compat import (
     BasePrefixCache,
     DecLockRefResult,
@@ -32,9 +36,9 @@ from .compat import (
     MatchResult,
     Req,
 )
-from .kv_memory import kv_memory
+from .kv_memory import KvMemory, kv_memory
 from .publication import Publication, row_schema
-from .reader import reader_of
+from .reader import is_span_prefill, reader_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +64,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         model_identity: str,
         rope_hash: str = "",
         verify_latents: bool = False,
+        tiers: Callable[[KvMemory], TierStack] | None = None,
     ) -> None:
         """A cache over SGLang's pools.
 
@@ -68,9 +73,10 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
             model_identity: names what made the KV.
             rope_hash: names how its keys are rotated.
             verify_latents: compare latents where two requests computed the same page.
+            tiers: makes the lower tiers, for pages of this memory; None for none.
 
         Raises:
-            ValueError: latents of this pool can not be compared.
+            ValueError: pages of this pool can not be compared or copied, and are to be.
         """
         self.req_to_token_pool = params.req_to_token_pool
         self.token_to_kv_pool_allocator = params.token_to_kv_pool_allocator
@@ -86,6 +92,14 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
                 f'verify "latents" can not read the pages of SGLang\'s {type(pool).__name__}; use '
                 '"tokens"'
             )
+        self.below: Below | None = None
+        if tiers is not None:
+            if self.memory is None:
+                raise ValueError(
+                    f"host_tier_bytes: lower tiers can not read the pages of SGLang's "
+                    f"{type(pool).__name__}; drop the key"
+                )
+            self.below = Below(tiers(self.memory), self.memory, self.page_size)
         self.index = ContentIndex(
             self.page_size,
             eviction_policy=params.eviction_policy,
@@ -94,6 +108,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
             ),
             smallest_fork=smallest_fork(self.page_size) if self.memory is not None else None,
             compare_latents=self._equal_latents if verify_latents else None,
+            on_evict=self.below.leaving if self.below is not None else None,
         )
         self.publication = Publication(
             row_schema(pool, page_tokens=self.page_size, rope_hash=rope_hash)
@@ -101,7 +116,6 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         # Set with the scheduler: the stream on which KV is written, None where there is none.
         self.forward_stream: Callable[[], Any] = lambda: None
         self.traffic = Traffic()
-        self.quarantined_pages = 0  # came back damaged from a lower tier, put aside; only grows
         self._model_identity = model_identity
         self._roots: dict[tuple[str | None, str | None, str | None], PageKey] = {}
         self._page_offsets = torch.arange(self.page_size, dtype=torch.int32, device=self.device)
@@ -122,6 +136,15 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
             key = self._roots[names] = Namespace(self._model_identity, *names).root_key()
         return key
 
+    def weights_change(self) -> None:
+        """What is computed from now on belongs to weights that nothing that was kept knows of.
+
+        Nor will another process: their fingerprint is not known, so lower tiers hold pages of them for
+        as long as this one runs.
+        """
+        self._model_identity += f"|updated {uuid.uuid4()}"
+        self._roots.clear()
+
     # --- look-up ---------------------------------------------------------------------------------
 
     def match_prefix(self, params: Any) -> MatchResult:
@@ -134,40 +157,77 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         reader = reader_of(req)
         if reader is not None:
             path = reader.match(self.index, req, len(key))
+            if self.below is not None and path.segments:
+                chain, found = reader.remaining(self.index, req, path)
+                path = self._with_load(path, req, chain, found, len(key) - reader.shared_tokens)
         else:
             lora_id = req.lora_id if req is not None else None
             root = self.root_key(key.extra_key, key.cache_salt, lora_id)
-            found = self.index.match(self.index.chain(root, key.token_ids), len(key))
+            chain = self.index.chain(root, key.token_ids)
+            found = self.index.match(chain, len(key))
             path = self.index.path(found.segments(), fork=found.fork)
-        rows = path.fork.rows if path.fork is not None else 0
+            if self.below is not None and req is not None:
+                path = self._with_load(path, req, chain, found, len(key))
+        rows = (
+            path.load.rows
+            if path.load is not None
+            else path.fork.rows
+            if path.fork is not None
+            else 0
+        )
         return MatchResult(len(path) * self.page_size, path, path, path, rows)
 
-    def init_load_back(self, params: Any) -> tuple[int, Path]:
-        """Fork the page that a match ended in: its equal rows become the request's own.
+    def _with_load(self, path: Path, req: Req, chain: Chain, found: Match, limit: int) -> Path:
+        """Likewise with what host memory has behind a match, if that is more than a fork gives."""
+        assert self.below is not None
+        load = self.below.offer(req, chain, found, limit)
+        if load is None or (path.fork is not None and path.fork.rows >= load.rows):
+            return path
+        return replace(path, fork=None, load=load)
 
-        Returns the rows and the path with them, or no rows where the page or the room for a copy went
-        meanwhile; the request then computes them.
+    def init_load_back(self, params: Any) -> tuple[int, Path]:
+        """Fork the page that a match ended in, or copy pages behind it from host memory.
+
+        Returns the rows, which are the request's own, and the path with them, or no rows where a page or
+        the room for a copy went meanwhile; the request then computes them.
         """
         req, path = params.req, params.best_match_node
-        fork: Fork = path.fork
+        return self._load(req, path) if path.load is not None else self._fork(req, path)
+
+    def _fork(self, req: Req, path: Path) -> tuple[int, Path]:
+        fork = path.fork
+        assert fork is not None
         source = fork.page_id
         if source is None:
             return 0, path
-        own = self._allocate_page()
+        own = self._allocate_pages(1)
         if own is None:
             return 0, path
         source = fork.page_id  # making room may have taken it
         if source is None:
-            self._free(np.array([own]))
+            self._free(own)
             return 0, path
         assert self.memory is not None, "forks are only offered where pages can be copied"
         self._wait_for_forward()
-        self.memory.copy_rows(source, own, fork.rows)
+        self.memory.copy_rows(source, int(own[0]), fork.rows)
         req.host_hit_length = 0  # the rows are on the device already, and are reported so
-        return fork.rows, replace(path, fork=None, copied=Copied(own, fork.rows))
+        return fork.rows, replace(path, fork=None, copied=Copied(own, fork.rows, loaded=False))
+
+    def _load(self, req: Req, path: Path) -> tuple[int, Path]:
+        load = path.load
+        assert load is not None
+        assert self.below is not None
+        own = self._allocate_pages(len(load.names))
+        if own is None:
+            return 0, path
+        self._wait_for_forward()
+        if not self.below.load(req, load, own.astype(np.int64), len(path) * self.page_size):
+            self._free(own)
+            return 0, path
+        return load.rows, replace(path, load=None, copied=Copied(own, load.rows, loaded=True))
 
     def load_back_is_cache_owned(self) -> bool:
-        """Forked rows belong to the request, which publishes them with the rest of their page."""
+        """Copied rows belong to the request, which publishes their pages when they are full."""
         return False
 
     def _wait_for_forward(self) -> None:
@@ -191,13 +251,17 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         self._wait_for_forward()
         return self.memory.equal(pages, others)
 
-    def _allocate_page(self) -> int | None:
-        allocator = self.token_to_kv_pool_allocator
-        slots = allocator.alloc(self.page_size)
+    def _allocate_pages(self, pages: int) -> PageIds | None:
+        """Pages of SGLang's allocator, int32 [pages]; None where there is no room for all."""
+        allocator, tokens = self.token_to_kv_pool_allocator, pages * self.page_size
+        slots = allocator.alloc(tokens)
         if slots is None:
-            self.evict(EvictParams(num_tokens=self.page_size))
-            slots = allocator.alloc(self.page_size)
-        return int(slots[0]) // self.page_size if slots is not None else None
+            self.evict(EvictParams(num_tokens=tokens - allocator.available_size()))
+            slots = allocator.alloc(tokens)
+        if slots is None:
+            return None
+        found: PageIds = (slots[:: self.page_size] // self.page_size).cpu().numpy().astype(np.int32)
+        return found
 
     def touch_prefix(self, key: Any) -> None:
         """Mark a waiting request's prefix as used."""
@@ -212,7 +276,7 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
             for run, pages in segment.parts()
         ]
         if node.copied is not None:
-            slots.append(self._slots(np.array([node.copied.page_id]))[: node.copied.rows])
+            slots.append(self._slots(node.copied.page_ids)[: node.copied.rows])
         if not slots:
             return self._slots(np.empty(0, np.int64)).long()
         return (slots[0] if len(slots) == 1 else torch.cat(slots)).long()
@@ -253,8 +317,13 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         root = self.root_key(req.extra_key, req.cache_salt, req.lora_id)
         before: Path = req.last_node
         published = self.index.publish(
-            self.index.chain(root, tokens, visible), page_ids, counted=before.counted
+            self.index.chain(root, tokens, visible),
+            page_ids,
+            counted=before.counted,
+            shared=is_span_prefill(req),
         )
+        if self.below is not None:
+            self.below.sealed(published.run, published.known, published.pages)
         protected = req.kv.cache_protected_len
         if len(published.duplicate_ids):
             first = int(published.duplicate_pages[0])
@@ -309,6 +378,9 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         pages = -(-params.num_tokens // self.page_size)
         freed = self.index.evict(pages, break_holds=True)
         if len(freed):
+            if self.below is not None:
+                self._wait_for_forward()
+                self.below.take()
             self._free(freed)
         tokens = len(freed) * self.page_size
         self.update_eviction_metrics(tokens, started)
@@ -324,6 +396,8 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
             index.eviction_digest.hex() or "-",
         )
         index.reset()
+        if self.below is not None:
+            self.below.clear()
 
     # --- sizes -----------------------------------------------------------------------------------
 
@@ -348,9 +422,19 @@ class TesseraCache(BasePrefixCache):  # type: ignore[misc] # untyped base
         pages, available = allocator.size // size, allocator.available_size() // size
         return TierView.of_pages(self.index, size=pages, available=available)
 
+    @property
+    def quarantined_pages(self) -> int:
+        """Came back damaged from a lower tier, and were put aside; only grows."""
+        return self.below.damaged if self.below is not None else 0
+
     def readable(self, path: Path) -> bool:
         """Whether what is resident of a span can be read: here it is enough that its pages are."""
         return True
+
+    @property
+    def most_bodies(self) -> int:
+        """Bodies that can be kept for waiting readers at a time, besides what their pages take."""
+        return sys.maxsize
 
     def keep_for(self, waiting: Callable[[], Iterable[Path]]) -> None:
         """Who waits holds what ``waiting`` gives; what else those paths need is to stay as well."""

@@ -57,7 +57,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="tessera-sglang", description="Tessera for SGLang.")
     parser.add_argument("--version", action="version", version=_versions())
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (_add_demo, _add_doctor, _add_layout, _add_bench, _add_verify):
+    for add in (_add_demo, _add_doctor, _add_layout, _add_bench, _add_verify, _add_store):
         add(commands)
     for each in (parser, *commands.choices.values()):
         each.epilog = EXIT_CODES
@@ -169,6 +169,18 @@ def _add_layout(commands: Commands) -> None:
     )
     layout.add_arguments(parser)
     parser.set_defaults(command=layout.run)
+
+
+def _add_store(commands: Commands) -> None:
+    from . import store_command
+
+    parser = commands.add_parser(
+        "store",
+        help="look after the directory of a disk tier: list, verify, rebuild, tidy up, export",
+        description="Works on a server's disk_tier_path, beside servers that use it.",
+    )
+    store_command.add_arguments(parser)
+    parser.set_defaults(command=store_command.run)
 
 
 def _add_bench(commands: Commands) -> None:

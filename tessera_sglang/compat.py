@@ -50,6 +50,7 @@ from sglang.srt.mem_cache.base_prefix_cache import (
     IncLockRefResult,
     MatchResult,
 )
+from sglang.srt.mem_cache.hicache_storage import HiCacheStorageConfig
 from sglang.srt.mem_cache.memory_pool import (
     KVWriteLoc,
     MHATokenToKVPool,
@@ -57,6 +58,7 @@ from sglang.srt.mem_cache.memory_pool import (
     NoOpMHATokenToKVPool,
 )
 from sglang.srt.mem_cache.registry import TreeCacheBuildContext
+from sglang.srt.mem_cache.storage.backend_factory import StorageBackendFactory
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import get_attn_backend
@@ -125,12 +127,15 @@ __all__ = [
     "has_flashinfer",
     "hybrid_backend",
     "install",
+    "parse_storage_config",
     "picks_keys",
     "platform_is_plugin_cpu",
     "register_attention_backend",
     "register_model",
     "register_resolution_hook",
     "resolving_view",
+    "storage_backend",
+    "storage_backend_names",
     "use_mla_backend",
     "verifies_as_decode",
     "verify",
@@ -274,6 +279,40 @@ def compute_capability(device: str) -> tuple[int, int] | None:
 def has_flashinfer() -> bool:
     """Whether SGLang may build backends that need FlashInfer."""
     return bool(get_platform().has_flashinfer)
+
+
+def storage_backend_names() -> list[str]:
+    """Engines that SGLang's hierarchical cache can store pages in, by name."""
+    return sorted(StorageBackendFactory._registry)
+
+
+def parse_storage_config(text: str | None) -> dict[str, Any]:
+    """Settings of a storage engine, less those that SGLang's cache controller takes for itself."""
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import HybridCacheController
+
+    found: dict[str, Any] = HybridCacheController.parse_storage_backend_extra_config(text)[0]
+    return found
+
+
+def storage_backend(name: str, extra: dict[str, Any], pool: Any, model_name: str) -> Any:
+    """One of SGLang's storage engines over a host pool.
+
+    As on a single rank whose pages are latents: one object for each page, and no rank in its key.
+    """
+    config = HiCacheStorageConfig(
+        tp_rank=0,
+        tp_size=1,
+        pp_rank=0,
+        pp_size=1,
+        attn_cp_rank=0,
+        attn_cp_size=1,
+        is_mla_model=True,
+        enable_storage_metrics=False,
+        is_page_first_layout=True,
+        model_name=model_name,
+        extra_config=extra,
+    )
+    return StorageBackendFactory.create_backend(name, config, pool)
 
 
 def _wraps(found: Any, function: Callable[..., Any]) -> bool:

@@ -16,15 +16,11 @@ BACKEND = "tessera"  # --attention-backend
 VARIABLE = "TESSERA_CONFIG"
 PAGE_TOKENS = 64  # what FlashMLA reads; one geometry for every device
 MAX_SPANS = 256  # spans of one request; each is a part of attention in every decode step
+DEFAULT_HOST_BYTES = 1 << 30  # of a server with a disk tier: pages pass through host memory
 AUTO_ROOT_TEXT = "The following text is given for reference. "
 
 # Keys of the public surface whose feature is not in this version: refused, never ignored.
 _LATER: dict[str, str] = {
-    "host_tier_bytes": "the cache lives on the device only",
-    "disk_tier_path": "the cache lives on the device only",
-    "disk_tier_bytes": "the cache lives on the device only",
-    "remote_tier": "the cache lives on the device only",
-    "remote_tier_extra_config": "the cache lives on the device only",
     "swa_persistence": "windowed layers go through SGLang's own tree",
     "swa_checkpoint_tokens": "windowed layers go through SGLang's own tree",
     "require_salt": "set cache_salt in the requests that need it",
@@ -37,6 +33,11 @@ _MEANING: dict[str, str] = {
     "span_root": '"auto", "none", a text, or a list of token ids',
     "verify": '"tokens" or "latents"',
     "span_policy": '"declared" or "messages"',
+    "host_tier_bytes": "a whole number of bytes from 0 on",
+    "disk_tier_path": "a directory",
+    "disk_tier_bytes": "a whole number of bytes from 1 on",
+    "remote_tier": 'the name of one of SGLang\'s HiCache storage backends, such as "file" or "mooncake"',
+    "remote_tier_extra_config": "an object, or what --hicache-storage-backend-extra-config takes",
 }
 
 
@@ -53,6 +54,25 @@ class Config(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     span_root: str | list[int] = "auto"
     verify: Literal["tokens", "latents"] = "tokens"
     span_policy: Literal["declared", "messages"] = "declared"
+    host_tier_bytes: int | None = None  # None: 0, and with a disk tier DEFAULT_HOST_BYTES
+    disk_tier_path: str | None = None
+    disk_tier_bytes: int | None = None
+    remote_tier: str | None = None
+    remote_tier_extra_config: dict[str, Any] | str | None = None
+
+    @property
+    def store(self) -> str | None:
+        """The key that asks for a store below host memory; None where none does."""
+        if self.disk_tier_path is not None:
+            return "disk_tier_path"
+        return "remote_tier" if self.remote_tier is not None else None
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory for pages that left the device."""
+        if self.host_tier_bytes is None:
+            return DEFAULT_HOST_BYTES if self.store is not None else 0
+        return self.host_tier_bytes
 
 
 def load(value: str | None = None) -> Config:
@@ -104,4 +124,39 @@ def _checked(raw: Any) -> Config:
             raise ConfigError(f'{VARIABLE}: span_root is empty; use "none" for no root')
         if isinstance(config.span_root, list) and any(t < 0 for t in config.span_root):
             raise ConfigError(f"{VARIABLE}: span_root must hold token ids from 0 on, got {value!r}")
-    return msgspec.convert(raw, Config, strict=True)
+    config = msgspec.convert(raw, Config, strict=True)
+    _check_tiers(config)
+    return config
+
+
+def _check_tiers(config: Config) -> None:
+    path, disk, host = config.disk_tier_path, config.disk_tier_bytes, config.host_tier_bytes
+    for key, value, least in (("host_tier_bytes", host, 0), ("disk_tier_bytes", disk, 1)):
+        if value is not None and value < least:
+            raise ConfigError(f"{VARIABLE}: {key} must be {_MEANING[key]}, got {value!r}")
+    if path is not None and not path.strip():
+        raise ConfigError(
+            f"{VARIABLE}: disk_tier_path must be {_MEANING['disk_tier_path']}, got ''"
+        )
+    if (path is None) != (disk is None):
+        there, lacking = ("disk_tier_path", "disk_tier_bytes")[:: 1 if disk is None else -1]
+        raise ConfigError(f"{VARIABLE}: {there} needs {lacking} beside it; set both, or neither")
+    if path is not None and config.remote_tier is not None:
+        raise ConfigError(
+            f"{VARIABLE}: disk_tier_path with remote_tier: one store lies below host memory; drop one "
+            "of the two"
+        )
+    if config.remote_tier_extra_config is not None and config.remote_tier is None:
+        raise ConfigError(
+            f"{VARIABLE}: remote_tier_extra_config needs remote_tier beside it; set both, or neither"
+        )
+    if config.store is not None and host == 0:
+        raise ConfigError(
+            f"{VARIABLE}: {config.store} with host_tier_bytes 0: pages pass through host memory; drop "
+            f"host_tier_bytes for {DEFAULT_HOST_BYTES} bytes, or set it"
+        )
+    if config.index == "radix" and config.host_bytes:
+        raise ConfigError(
+            f'{VARIABLE}: {config.store or "host_tier_bytes"} with index "radix": lower tiers belong to '
+            "the content index; drop one of them"
+        )

@@ -12,6 +12,7 @@ from typing import Any, Literal
 from tessera_sglang.attention.dispatches import Dispatches
 
 from . import ignored
+from .below import LoadedTokens
 from .cache import TesseraCache
 
 Values = Mapping[Any, int]  # by a tuple of label values
@@ -53,6 +54,27 @@ def _pages(cache: TesseraCache) -> Values:
     tier = cache.paged_tier()
     states = ("available", "evictable", "protected", "in_use")
     return {(state,): getattr(tier, state) for state in states}
+
+
+def _evicted(cache: TesseraCache) -> Values:
+    below = cache.below.evicted if cache.below is not None else {}
+    return {
+        ("device",): cache.index.counters.evicted_pages,
+        ("host",): below.get("host", 0),
+        ("store",): below.get("store", 0),
+    }
+
+
+def _loaded(cache: TesseraCache) -> Values:
+    loaded = cache.below.loaded if cache.below is not None else LoadedTokens()
+    return {("host",): loaded.host, ("store",): loaded.store}
+
+
+def _host_pages(cache: TesseraCache) -> Values:
+    if cache.below is None:
+        return {("held",): 0, ("free",): 0}
+    host = cache.below.stack.host
+    return {("held",): len(host), ("free",): host.page_count - len(host)}
 
 
 FAMILIES = (
@@ -136,7 +158,20 @@ FAMILIES = (
         "tessera_evicted_pages_total",
         "Pages evicted, by the tier that they left.",
         ("tier",),
-        _of_cache(lambda c: {("device",): c.index.counters.evicted_pages}),
+        _of_cache(_evicted),
+    ),
+    Family(
+        "tessera_loaded_tokens_total",
+        "Prefix hits that were copied from a lower tier to the device, by the tier they were in.",
+        ("tier",),
+        _of_cache(_loaded),
+    ),
+    Family(
+        "tessera_host_pages",
+        "Pages in the host tier, and how many it has room for.",
+        ("state",),
+        _of_cache(_host_pages),
+        kind="gauge",
     ),
     Family(
         ignored.NAME,

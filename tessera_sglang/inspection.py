@@ -152,6 +152,7 @@ def _cache_state(cache: TesseraCache) -> dict[str, Any]:
             "quarantined_pages": cache.quarantined_pages,
         },
         "traffic": dataclasses.asdict(cache.traffic),
+        **({"lower_tiers": cache.below.state()} if cache.below is not None else {}),
         **cache.more_state(),
     }
 

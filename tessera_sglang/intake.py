@@ -38,10 +38,9 @@ from . import spans as declaration
 from .cache import TesseraCache
 from .compat import FINISH_ABORT, Req, SamplingParams
 from .config import ConfigError
-from .reader import Body, Reader, attach, reader_of
+from .reader import SPAN_PREFILL, Body, Reader, attach, is_span_prefill, reader_of
 from .root import root_tokens
 
-SPAN_PREFILL = "tessera_span_prefill"  # attribute of a Req that intake made
 MAX_FAILURES = 8  # prefills of a body that end and leave it missing, before its readers are refused
 
 
@@ -78,6 +77,7 @@ class SpanIntake:
         self._on_the_way: dict[Body, SpanPrefill] = {}
         self._holding: dict[int, tuple[Any, Reader]] = {}  # by id of the request
         self._serial = 0
+        self.fetching = False  # as of the last look: some request waits for a lower tier
         cache.keep_for(self._held)
 
     # --- arrival ---------------------------------------------------------------------------------
@@ -211,10 +211,12 @@ class SpanIntake:
     # --- before each scheduling pass -------------------------------------------------------------
 
     def idle(self, queue: Sequence[Any]) -> bool:
-        """Whether there is nothing to arrange: no reader waits and none holds anything."""
+        """Whether there is nothing to arrange: nobody waits for a span or a lower tier, or holds."""
+        below = self.cache.below
         return (
             not self._holding
             and not self._on_the_way
+            and (below is None or not (queue or below.busy))
             and not any(reader_of(req) is not None for req in queue)
         )
 
@@ -224,18 +226,21 @@ class SpanIntake:
         Queues span prefills where they are needed. Both lists keep the queue's order.
         """
         self._forget_vanished(queue)
+        if self.cache.below is not None:
+            self.cache.below.keep_only(queue)
         visible: list[Any] = []
         hidden: list[Any] = []
+        self.fetching = False
         wanted: set[Body] = set()
         crowded = False  # an earlier reader lacks room: later ones must not take what comes free
         for req in queue:
             reader = reader_of(req)
             if reader is None or self._ready(reader):
-                visible.append(req)
+                (hidden if self._fetches(req) else visible).append(req)
                 continue
             missing = self._gather(req, reader, only_look=crowded)
             if not missing:
-                visible.append(req)
+                (hidden if self._fetches(req) else visible).append(req)
             elif any(body.failures > MAX_FAILURES for body in missing):
                 self._give_up(req)
                 visible.append(req)
@@ -243,10 +248,32 @@ class SpanIntake:
                 wanted.update(missing)
                 absent = [body for body in missing if body not in self._on_the_way]
                 crowded = crowded or not self._room_for(reader, absent)
-                if not crowded:
-                    visible += [self._start(req, reader, body).request for body in absent]
+                for body in () if crowded else absent:
+                    prefill = self._start(req, reader, body).request
+                    (hidden if self._fetches(prefill) else visible).append(prefill)
                 hidden.append(req)
-        return self._without_unwanted(visible, wanted), hidden
+        self._drop_unwanted(wanted, visible, hidden)
+        return visible, hidden
+
+    def _fetches(self, req: Any) -> bool:
+        """Whether pages that a request could use are on their way from a lower tier to host memory."""
+        below, index = self.cache.below, self.cache.index
+        if below is None:
+            return False
+        if not below.asked(req):
+            reader = reader_of(req)
+            if reader is not None:
+                assert reader.path is not None
+                path = reader.match(index, req, len(req.origin_input_ids) + len(req.output_ids))
+                chain, found = reader.remaining(index, req, path)
+            else:
+                root = self.cache.root_key(req.extra_key, req.cache_salt, req.lora_id)
+                chain = index.chain(root, req.origin_input_ids + req.output_ids)
+                found = index.match(chain)
+            below.fetch(req, chain, found, shared=is_span_prefill(req))
+        waits = below.waits(req)
+        self.fetching = self.fetching or waits
+        return waits
 
     def _ready(self, reader: Reader) -> bool:
         if not reader.ready(self.cache.index):
@@ -310,6 +337,7 @@ class SpanIntake:
             body.missing_at = published
             return None
         body.failures = 0
+        index.share(path)
         return path
 
     def _give_up(self, req: Any) -> None:
@@ -339,7 +367,12 @@ class SpanIntake:
         coming = sum(prefill.new_pages for prefill in self._on_the_way.values())
         new = sum(body.chain.page_count for body in absent)
         total: int = self._scheduler.max_total_num_tokens // size
-        return self.cache.index.held_pages + coming + new + remaining < total
+        kept = {body for _, waiting in self._holding.values() for body in waiting.bodies}
+        kept.update(self._on_the_way, reader.bodies)
+        return (
+            self.cache.index.held_pages + coming + new + remaining < total
+            and len(kept) <= self.cache.most_bodies
+        )
 
     def _start(self, req: Any, reader: Reader, body: Body) -> SpanPrefill:
         """A prefill-only request over ``[root | body]``, in the reader's namespace and priority."""
@@ -371,14 +404,15 @@ class SpanIntake:
         self._on_the_way[body] = started
         return started
 
-    def _without_unwanted(self, visible: list[Any], wanted: set[Body]) -> list[Any]:
+    def _drop_unwanted(self, wanted: set[Body], *queues: list[Any]) -> None:
         """Drop queued span prefills that nobody waits for any more."""
         dropped: set[int] = set()
         for body, prefill in list(self._on_the_way.items()):
             if body not in wanted and not prefill.request.kv.holds_kv:
                 del self._on_the_way[body]
                 dropped.add(id(prefill.request))
-        return [req for req in visible if id(req) not in dropped] if dropped else visible
+        for queue in queues if dropped else ():
+            queue[:] = [req for req in queue if id(req) not in dropped]
 
     # --- holds -----------------------------------------------------------------------------------
 
@@ -421,11 +455,6 @@ class SpanIntake:
         for req in others:
             self.drop_holds(req)
         return bool(others)
-
-
-def is_span_prefill(req: Any) -> bool:
-    """Whether a request is one of ours: nobody outside knows of it."""
-    return getattr(req, SPAN_PREFILL, False)
 
 
 def _pages_of(reader: Reader) -> int:

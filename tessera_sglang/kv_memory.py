@@ -1,4 +1,5 @@
-"""The KV buffers that SGLang allocated, as pages of bytes: what forks and latent checks need of them.
+"""The KV buffers that SGLang allocated, as pages of bytes: what forks, latent checks and lower
+tiers need of them.
 
 SGLang keeps one tensor per layer (MLA) or two (keys, values), rows of tokens one behind the other, so
 that a page is a contiguous slice of each. Pools with another layout are not touched: there is no
@@ -40,6 +41,11 @@ class KvMemory:
         ]
 
     @property
+    def layout(self) -> list[tuple[int, int]]:
+        """Rows of a page and bytes of a row, buffer by buffer: how :meth:`read` lays a page out."""
+        return [(pages.shape[1], pages.shape[2]) for pages in self._pages]
+
+    @property
     def page_bytes(self) -> int:
         """Bytes of one page in all layers."""
         return sum(pages[0].numel() for pages in self._pages)
@@ -48,6 +54,26 @@ class KvMemory:
         """Copy the first ``rows`` tokens of a page in every layer. Slices only, nothing waits."""
         for pages in self._pages:
             pages[target_page, :rows] = pages[source_page, :rows]
+
+    def read(self, pages: npt.NDArray[np.int64]) -> torch.Tensor:
+        """Copies of whole pages on the host: uint8 [pages, page_bytes], layer by layer in a page.
+
+        Waits for the device.
+        """
+        chosen = torch.from_numpy(pages).to(self._pages[0].device)
+        parts = [layer.index_select(0, chosen).flatten(1) for layer in self._pages]
+        return torch.cat(parts, dim=1).cpu()
+
+    def write(self, pages: npt.NDArray[np.int64], data: torch.Tensor) -> None:
+        """Fill pages with what :meth:`read` gave, uint8 [pages, page_bytes], on the host."""
+        device = self._pages[0].device
+        chosen = torch.from_numpy(pages).to(device)
+        at = 0
+        for layer in self._pages:
+            width = layer[0].numel()
+            part = data[:, at : at + width].to(device, non_blocking=True)
+            layer.index_copy_(0, chosen, part.reshape(len(pages), *layer.shape[1:]))
+            at += width
 
     def equal(
         self, pages: npt.NDArray[np.int32], others: npt.NDArray[np.int64]

@@ -18,6 +18,7 @@ from .memory_pool.known_models import KNOWN, KnownModel, Unit
 from .memory_pool.ledger import Ledger, build
 from .memory_pool.model_geometry import read_model
 from .memory_pool.models import AnyModel
+from .memory_pool.persistence import Cost, costs
 from .memory_pool.rows import IndexFormat, KvFormat
 from .tables import Table
 
@@ -33,24 +34,32 @@ class LayoutError(Exception):
 
 def run(options: argparse.Namespace) -> int:
     """Print the ledger of ``options.model``; 2 where there is none to print."""
+    kv = options.kv_dtype and KvFormat(options.kv_dtype)
+    index = options.index_dtype and IndexFormat(options.index_dtype)
     try:
         model, known = find(options.model)
         ledger = build(
             model,
             options.context,
-            kv=options.kv_dtype and KvFormat(options.kv_dtype),
-            index=options.index_dtype and IndexFormat(options.index_dtype),
+            kv=kv,
+            index=index,
             page_tokens=options.page_size,
             tensor_parallel=options.tp,
             known=known,
+        )
+        windows = costs(
+            model.geometry(kv, index, page_tokens=options.page_size, tensor_parallel=options.tp),
+            checkpoint_tokens=options.swa_checkpoint_tokens,
         )
     except (LayoutError, ValueError) as error:
         print(error, file=sys.stderr)
         return 2
     if options.json:
-        print(json.dumps(dataclasses.asdict(ledger), indent=2, default=_plain))
+        found = dataclasses.asdict(ledger)
+        found["swa_persistence"] = [dataclasses.asdict(cost) for cost in windows]
+        print(json.dumps(found, indent=2, default=_plain))
     else:
-        show(ledger)
+        show(ledger, windows)
     return 0
 
 
@@ -115,12 +124,16 @@ def contexts(text: str) -> tuple[int, ...]:
     return tuple(found)
 
 
-def show(ledger: Ledger) -> None:
+def show(ledger: Ledger, windows: tuple[Cost, ...] = ()) -> None:
     """Print for people."""
     print(_headline(ledger))
     for table in _tables(ledger):
         tables.show(table)
+    if windows:
+        tables.show(_persistence(windows))
     print("\n" + "\n".join(_notes(ledger)))
+    if windows:
+        print(_PERSISTENCE_NOTE)
 
 
 def _headline(ledger: Ledger) -> str:
@@ -213,6 +226,40 @@ def _tables(ledger: Ledger) -> Iterator[Table]:
             tuple(_comparison(line) for line in ledger.comparisons),
             left=frozenset({0, 5}),
         )
+
+
+def _persistence(windows: tuple[Cost, ...]) -> Table:
+    return Table(
+        "Sliding-window persistence, on one rank",
+        (
+            "swa_persistence",
+            "states every",
+            "B/token",
+            "of paged",
+            "read per restore",
+            "tokens recomputed, mean",
+            "most",
+        ),
+        tuple(
+            (
+                cost.strategy,
+                f"{cost.every_tokens:,} tokens" if cost.every_tokens else "never",
+                f"{float(cost.bytes_per_token):,.2f}",
+                "" if cost.times_paged is None else f"{float(cost.times_paged):.2f}x",
+                _size(cost.restored_bytes),
+                f"{float(cost.mean_tokens):,.0f}",
+                f"{cost.most_tokens:,}",
+            )
+            for cost in windows
+        ),
+    )
+
+
+_PERSISTENCE_NOTE = (
+    "Sliding-window persistence: what is stored beside the pages so that a sequence can go on at a page "
+    "boundary. Without it the last (window - 1) x (layers with a window) tokens are computed again. "
+    "docs/tiers.md says why; no server uses these strategies yet."
+)
 
 
 def _comparison(line: Comparison) -> tuple[str, ...]:
@@ -317,6 +364,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tp", type=_positive, default=1, help="tensor-parallel ranks")
     parser.add_argument("--kv-dtype", choices=_values(KvFormat), help="format of the cache")
     parser.add_argument("--index-dtype", choices=_values(IndexFormat), help="and of indexer keys")
+    parser.add_argument(
+        "--swa-checkpoint-tokens",
+        type=_positive,
+        help="tokens between stored window states (default: 2,048 in whole pages)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 

@@ -17,9 +17,10 @@ from tessera_sglang.attention.layout import ContextLayout, SharedRun
 from tessera_sglang.attention.plan import Ints
 from tessera_sglang.memory_pool.index import ContentIndex
 from tessera_sglang.memory_pool.keys import Chain, VisibleSpan
-from tessera_sglang.memory_pool.runs import Path, Segment
+from tessera_sglang.memory_pool.runs import Match, Path, Segment
 
 ATTRIBUTE = "tessera_reader"
+SPAN_PREFILL = "tessera_span_prefill"  # attribute of a Req that intake made
 
 
 @dataclass(eq=False)
@@ -51,6 +52,11 @@ class Reader:
     _sources: tuple[tuple[Segment, ...], Ints] | None = None
 
     @property
+    def shared_tokens(self) -> int:
+        """Of its row, those of the spans' shared pages."""
+        return self.layout.shared_tokens
+
+    @property
     def distinct_bodies(self) -> list[Body]:
         """Bodies without repetitions, in prompt order."""
         return list(dict.fromkeys(self.bodies))
@@ -74,6 +80,12 @@ class Reader:
             return index.path()
         found = index.match(self._remaining_chain(index, req), limit - self.layout.shared_tokens)
         return index.path((*self.path.segments, *found.segments()), fork=found.fork)
+
+    def remaining(self, index: ContentIndex, req: Any, path: Path) -> tuple[Chain, Match]:
+        """The chain of the remaining tokens, and what of it a path has that :meth:`match` gave."""
+        own = path.segments[len(self.layout.runs) :]
+        found = Match(own[0].run, own[0].end) if own else Match(None, 0)
+        return self._remaining_chain(index, req), found
 
     def _remaining_chain(self, index: ContentIndex, req: Any) -> Chain:
         length = len(req.origin_input_ids) + len(req.output_ids)
@@ -112,6 +124,11 @@ def _first_visible_page(run: SharedRun, layout: ContextLayout) -> int:
 def reader_of(req: Any) -> Any:
     """The reader of a request, or None for a plain one."""
     return getattr(req, ATTRIBUTE, None)
+
+
+def is_span_prefill(req: Any) -> bool:
+    """Whether a request is one of ours: nobody outside knows of it."""
+    return getattr(req, SPAN_PREFILL, False)
 
 
 def attach(req: Any, reader: Reader | None) -> None:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
+from .cache import TesseraCache
 from .compat import AddReqResult
 from .intake import SpanIntake
 from .reader import reader_of
 
 logger = logging.getLogger(__name__)
+
+WAIT_S = 0.0005
 
 
 def admit(original: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any:
@@ -27,15 +31,23 @@ def admit(original: Any, adder: Any, req: Any, *args: Any, **kwargs: Any) -> Any
 def schedule(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     """Hook around ``Scheduler._get_new_batch_prefill_raw``: hide readers whose spans are missing."""
     intake: SpanIntake | None = getattr(scheduler, "tessera_intake", None)
-    if intake is None or intake.idle(scheduler.waiting_queue):
+    if intake is None:
+        return original(scheduler, *args, **kwargs)
+    below = intake.cache.below
+    if below is not None:
+        below.work()
+    if intake.idle(scheduler.waiting_queue):
         return original(scheduler, *args, **kwargs)
     queue = scheduler.waiting_queue
     visible, hidden = intake.arrange(queue)
-    order = _order(queue, visible)
+    order = _order(queue, visible, hidden)
     scheduler.waiting_queue = list(visible)
     try:
         batch, running = original(scheduler, *args, **kwargs)
-        if batch is None and _stalled(scheduler, running):
+        stalled = batch is None and _stalled(scheduler, running)
+        if stalled and intake.fetching:
+            time.sleep(WAIT_S)  # the scheduler's loop spins, and threads that read want their turn
+        elif stalled:
             # Nothing runs and nothing could start: the first in line gets what the others hold.
             # If it is hidden, it finds room for its spans in the next pass.
             head = next(iter([*scheduler.waiting_queue, *hidden]), None)
@@ -51,6 +63,8 @@ def schedule(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> Any:
     for req in visible:
         if id(req) not in waiting:
             intake.drop_holds(req)  # scheduled: from here on its lock keeps the pages
+            if below is not None:
+                below.forget(req)
     return batch, running
 
 
@@ -63,16 +77,29 @@ def _stalled(scheduler: Any, running: Any) -> bool:
     )
 
 
-def _order(queue: Sequence[Any], visible: Sequence[Any]) -> dict[int, tuple[int, int]]:
+def _order(
+    queue: Sequence[Any], visible: Sequence[Any], hidden: Sequence[Any]
+) -> dict[int, tuple[int, int]]:
     """Sort keys: queued requests by place, a new span prefill right before the reader it is for."""
     place = {id(req): (number, 1) for number, req in enumerate(queue)}
-    ahead = len(queue)
-    for req in reversed(visible):
-        if id(req) in place:
-            ahead = place[id(req)][0]
-        else:
-            place[id(req)] = (ahead, 0)
+    for group in (visible, hidden):
+        ahead = len(queue)
+        for req in reversed(group):
+            if id(req) in place:
+                ahead = place[id(req)][0]
+            else:
+                place[id(req)] = (ahead, 0)
     return place
+
+
+def stay_awake(original: Any, scheduler: Any, *args: Any, **kwargs: Any) -> None:
+    """Hook around ``Scheduler.maybe_sleep_on_idle``: first what was sealed is written down."""
+    cache = scheduler.tree_cache
+    below = cache.below if isinstance(cache, TesseraCache) else None
+    if below is not None and (below.work() or below.stack.busy):
+        time.sleep(WAIT_S)
+    else:
+        original(scheduler, *args, **kwargs)
 
 
 def _merge(

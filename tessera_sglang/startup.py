@@ -148,6 +148,12 @@ def check(view: Any, config: Config, *, mla: bool, sparse: bool = False) -> None
             f'TESSERA_CONFIG: verify "latents" with --tp-size {view.tp_size}: ranks hold different '
             'latents and would disagree on which pages are equal; use "tokens", or --tp-size 1'
         )
+    if config.host_bytes and view.tp_size > 1:
+        key = config.store or "host_tier_bytes"
+        raise StartupError(
+            f"TESSERA_CONFIG: {key} with --tp-size {view.tp_size}: ranks would not agree on when a page "
+            "has come back from a lower tier; drop the key, or use --tp-size 1"
+        )
     for flag, wanted in _refused_with_content(view):
         raise _with_content(flag, wanted)
 

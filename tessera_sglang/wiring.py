@@ -32,13 +32,15 @@ from .graphs import (
     serve,
 )
 from .inspection import add_state, log_resolved
-from .intake import SpanIntake, SpanSettings, is_span_prefill
+from .intake import SpanIntake, SpanSettings
 from .kernels import keep_router, make_router, stock_of
 from .kv_memory import compare_with_ledger
 from .publication import rope_hash, run_pass
+from .reader import is_span_prefill
 from .root import root_tokens
 from .stock import build_stock, keep_prefix_chunks, register_forward_method, stand_aside
 from .survey import LatentRow, Survey, survey
+from .tier_stack import manifest_of, tiers_of
 from .v4_serving import config as v4_config
 from .v4_serving import pool as v4_pool
 from .v4_serving.backend import V4Backend
@@ -139,15 +141,21 @@ def make_cache(original: Any, ctx: Any) -> Any:
     )
     logger.info("index: content index, pages of %d tokens", ctx.params.page_size)
     rotation = survey_of(ctx.tp_worker.model_runner).rotation
+    rope = rope_hash(
+        getattr(model, "hf_text_config", model.hf_config),
+        pairing=rotation.pairing.value if rotation is not None else "unknown",
+    )
+    manifest = None
+    if config.store is not None:  # names that another process has to find again
+        manifest = manifest_of(ctx, rope=rope, identity=identity, key=config.store)
+        identity = manifest.digest
     v4 = v4_pool.is_v4_pool(ctx.params.token_to_kv_pool_allocator.get_kvcache())
     cache = (V4Cache if v4 else TesseraCache)(
         ctx.params,
         model_identity=identity,
-        rope_hash=rope_hash(
-            getattr(model, "hf_text_config", model.hf_config),
-            pairing=rotation.pairing.value if rotation is not None else "unknown",
-        ),
+        rope_hash=rope,
         verify_latents=config.verify == "latents",
+        tiers=tiers_of(config, manifest),
     )
     if v4:
         logger.info("index: prefixes end at pages whose state was saved")
@@ -287,11 +295,19 @@ def send_abort(original: Any, scheduler: Any, abort: Any, req: Any) -> Any:
     return None if is_span_prefill(req) else original(scheduler, abort, req)
 
 
+def weights_change(updater: Any, *args: Any, **kwargs: Any) -> None:
+    """Before the scheduler's weights are updated, from wherever."""
+    cache = updater.scheduler.tree_cache
+    if isinstance(cache, TesseraCache):
+        cache.weights_change()
+
+
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _TOKENIZER = "sglang.srt.managers.tokenizer_manager.TokenizerManager"
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
 _DECODE_RUNNER = "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
 _REPORTERS = "sglang.srt.managers.scheduler_components.metrics_reporter"
+_UPDATER = "sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager"
 _REPORTER = f"{_REPORTERS}.SchedulerMetricsReporter"
 _GATES = "sglang.srt.model_executor.model_runner_components.misc_utils"
 _RUNNER = "sglang.srt.model_executor.model_runner.ModelRunner"
@@ -333,6 +349,7 @@ HOOKS = (
     Hook(f"{_SCHEDULER}._add_request_to_queue", HookType.BEFORE, accept),
     Hook(f"{_SCHEDULER}._abort_on_queued_limit", HookType.AROUND, queue_limit),
     Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", HookType.AROUND, scheduling.schedule),
+    Hook(f"{_SCHEDULER}.maybe_sleep_on_idle", HookType.AROUND, scheduling.stay_awake),
     Hook(
         "sglang.srt.managers.schedule_policy.PrefillAdder.add_one_req",
         HookType.AROUND,
@@ -363,6 +380,10 @@ HOOKS = (
         ".PrefillCudaGraphRunner.can_run_graph",
         HookType.AROUND,
         can_run_prefill_graph,
+    ),
+    *(
+        Hook(f"{_UPDATER}.update_weights_from_{source}", HookType.BEFORE, weights_change)
+        for source in ("disk", "distributed", "tensor", "ipc")
     ),
     Hook(f"{_SCHEDULER}.get_internal_state", HookType.AFTER, add_state),
     Hook(f"{_REPORTERS}.PrefillStats.from_adder", HookType.AFTER, correct_prefill_stats),

@@ -21,7 +21,7 @@ from tessera_sglang.demo.client import Answer
 from tessera_sglang.demo.measure import PHASES, Measurement, Phase
 
 TINY_MLA = Path(__file__).parents[1] / "examples" / "tiny-mla"
-COMMANDS = ("bench", "demo", "doctor", "layout", "verify")
+COMMANDS = ("bench", "demo", "doctor", "layout", "store", "verify")
 ESCAPE = re.compile(rb"\x1b\[([0-9;]*)m")
 
 
@@ -111,8 +111,10 @@ def test_every_command_has_json_and_says_its_exit_codes(
 ) -> None:
     status, out, _ = ended(capsys, command, "--help")
     assert status == 0
-    assert "--json" in out
     assert cli.EXIT_CODES in out
+    actions = ("ls", "verify", "rebuild", "gc", "export") if command == "store" else ()
+    for words in [(command, action) for action in actions] or [(command,)]:
+        assert "--json" in ended(capsys, *words, "--help")[1]
 
 
 def test_help_lists_all_commands(capsys: pytest.CaptureFixture[str]) -> None:

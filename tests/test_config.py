@@ -89,11 +89,6 @@ def test_an_unknown_key_is_named_beside_the_known_ones() -> None:
 @pytest.mark.parametrize(
     "key",
     [
-        "host_tier_bytes",
-        "disk_tier_path",
-        "disk_tier_bytes",
-        "remote_tier",
-        "remote_tier_extra_config",
         "swa_persistence",
         "swa_checkpoint_tokens",
         "require_salt",
@@ -104,6 +99,42 @@ def test_an_unknown_key_is_named_beside_the_known_ones() -> None:
 def test_a_key_of_a_later_version_is_refused_not_ignored(key: str, value: str) -> None:
     with pytest.raises(ConfigError, match=f"'{key}' is not available in this version; remove"):
         load(f'{{"{key}": {value}}}')
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ('{"host_tier_bytes": -1}', "host_tier_bytes must be a whole number of bytes from 0 on"),
+        ('{"host_tier_bytes": "1G"}', "host_tier_bytes must be a whole number of bytes"),
+        ('{"disk_tier_path": "x"}', "disk_tier_path needs disk_tier_bytes beside it"),
+        ('{"disk_tier_bytes": 5}', "disk_tier_bytes needs disk_tier_path beside it"),
+        ('{"disk_tier_path": "x", "disk_tier_bytes": 0}', "disk_tier_bytes must be .* from 1 on"),
+        ('{"disk_tier_path": " ", "disk_tier_bytes": 5}', "disk_tier_path must be a directory"),
+        (
+            '{"disk_tier_path": "x", "disk_tier_bytes": 5, "host_tier_bytes": 0}',
+            "disk_tier_path with host_tier_bytes 0: .* drop host_tier_bytes",
+        ),
+        ('{"index": "radix", "host_tier_bytes": 5}', 'host_tier_bytes with index "radix"'),
+        ('{"index": "radix", "remote_tier": "file"}', 'remote_tier with index "radix"'),
+        ('{"remote_tier": "file", "host_tier_bytes": 0}', "remote_tier with host_tier_bytes 0"),
+        ('{"remote_tier": 5}', "remote_tier must be the name of one of SGLang's"),
+        ('{"remote_tier_extra_config": {}}', "remote_tier_extra_config needs remote_tier"),
+        (
+            '{"disk_tier_path": "x", "disk_tier_bytes": 5, "remote_tier": "file"}',
+            "disk_tier_path with remote_tier: .* drop one",
+        ),
+    ],
+)
+def test_lower_tiers_that_can_not_be_are_refused(text: str, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(text)
+
+
+def test_a_disk_tier_brings_host_memory_to_pass_through() -> None:
+    assert load("{}").host_bytes == 0
+    assert load('{"disk_tier_path": "x", "disk_tier_bytes": 5}').host_bytes == 1 << 30
+    both = load('{"disk_tier_path": "x", "disk_tier_bytes": 5, "host_tier_bytes": 7}')
+    assert both.host_bytes == 7
 
 
 @pytest.mark.parametrize(

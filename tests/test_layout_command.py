@@ -88,6 +88,59 @@ def test_deepseek_v4(capsys: pytest.CaptureFixture[str]) -> None:
     assert "slot in the arena is 22,656,000 B on each rank; 5,174,272 B of it" in out
 
 
+def test_windows_outlive_a_request_by_three_strategies(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    out = printed(capsys, "deepseek-v4-flash")
+    assert "Sliding-window persistence, on one rank" in out
+    assert cells(out, "full   ") == ["full", "128", "tokens", "28,472.00", "8.10x"] + (
+        ["3.48", "MiB", "0", "0"]
+    )
+    assert cells(out, "checkpoint") == ["checkpoint", "2,048", "tokens", "1,779.50", "0.51x"] + (
+        ["3.48", "MiB", "960", "1,920"]
+    )
+    assert cells(out, "none") == ["none", "never", "0.00", "0.00x", "0", "5,461", "5,461"]
+    pro = printed(capsys, "deepseek-v4-pro", "--swa-checkpoint-tokens", "4096")
+    assert cells(pro, "full   ")[3:5] == ["40,424.00", "8.03x"]
+    assert cells(pro, "checkpoint")[3:] == ["1,263.25", "0.25x", "4.93", "MiB", "1,984", "3,968"]
+    assert cells(pro, "none")[-1] == "7,747"
+    assert "persistence" not in printed(capsys, "deepseek-v3")
+
+
+def test_windows_of_a_model_that_is_given_by_its_config(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Windows in turn with whole contexts, over two ranks."""
+    config = {**LLAMA, "model_type": "gpt_oss", "sliding_window": 128, "num_hidden_layers": 4}
+    config["layer_types"] = ["sliding_attention", "full_attention"] * 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    lines = as_json(capsys, str(tmp_path), "--tp", "2")["swa_persistence"]
+    row = 2 * 4 * 128 * 2  # key and value, half of 8 heads, BF16
+    assert lines == [
+        {
+            "strategy": strategy,
+            "every_tokens": every,
+            "bytes_per_token": size,
+            "times_paged": size / (2 * row),
+            "restored_bytes": read,
+            "most_tokens": most,
+            "mean_tokens": mean,
+        }
+        for strategy, every, size, read, most, mean in (
+            ("full", 64, 2 * row, 2 * 128 * row, 0, 0),
+            (
+                "checkpoint",
+                2048,
+                2 * row // 16,
+                2 * 128 * row,
+                254,
+                (0 + 64 + 128 + 192 + 28 * 254) / 32,
+            ),
+            ("none", 0, 0, 0, 254, 254),
+        )
+    ]
+
+
 def test_ranks_hold_copies_of_latents(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(
         capsys, "deepseek-v3", "--tp", "8", "--context", "128K", "--kv-dtype", "fp8-packed"
@@ -125,6 +178,9 @@ def test_json_keeps_half_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert (hca["content_bytes_per_token"], hca["bytes_per_token"]) == (4.5, 4.5625)
     assert found["page"]["page_bytes"] == 449_824  # type: ignore[index]
     assert found["comparisons"][0]["printed"]["unit"] == "B"  # type: ignore[index]
+    strategies = [line["strategy"] for line in found["swa_persistence"]]  # type: ignore[attr-defined]
+    assert strategies == ["full", "checkpoint", "none"]
+    assert as_json(capsys, "deepseek-v3")["swa_persistence"] == []
 
 
 # --- what it takes -------------------------------------------------------------------------------
@@ -224,6 +280,10 @@ def test_a_directory_without_a_config(capsys: pytest.CaptureFixture[str], tmp_pa
         (("llama-3.1-8b", "--tp", "3"), "8 KV heads can not be dealt out to 3"),
         (("llama-3.1-8b", "--kv-dtype", "fp8-packed"), "no fp8-packed format"),
         (("deepseek-v3", "--index-dtype", "fp4"), "no indexer to keep in fp4"),
+        (
+            ("deepseek-v4-pro", "--swa-checkpoint-tokens", "200"),
+            "swa_checkpoint_tokens 200: .* page of 128 tokens .* use 256",
+        ),
     ],
 )
 def test_settings_that_do_not_go_together(

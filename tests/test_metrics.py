@@ -63,6 +63,7 @@ def cache() -> Any:
         tier=tier,
         traffic=SimpleNamespace(lookup=0, prefix_hit=0, span_hit=0, forked=0, span_prefills=0),
         quarantined_pages=0,
+        below=None,
         index=SimpleNamespace(counters=counters),
     )
 

@@ -61,6 +61,15 @@ def _memory(result: Saved) -> str:
     )
 
 
+def checked(result: Saved) -> str:
+    """The checks themselves: what was measured, and what it has to be."""
+    rows = [
+        (str(check["name"]), f"{check['value']:.3g}", str(check["target"]))
+        for check in result.checks
+    ]
+    return table(("", "measured", "target"), rows)
+
+
 def attention(result: Saved) -> str:
     """Ratios of the checks: a row for each measurement, a column for each dtype."""
     rows = []

@@ -32,5 +32,7 @@ TABLES = {
     "quality, SmolLM2": Source("quality", quality.of_model("SmolLM2-135M-Instruct")),
     "index": Source("index", single_machine.index),
     "attention": Source("attention", single_machine.attention),
+    "restart": Source("restart", single_machine.checked),
+    "store": Source("store", single_machine.checked),
     "plain_traffic": Source("plain_traffic", single_machine.plain_traffic),
 }

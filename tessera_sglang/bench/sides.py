@@ -20,6 +20,15 @@ STOCK, TESSERA = "stock", "tessera"
 _GROUPS = ("sglang.srt.plugins", "sglang.srt.platforms")
 _WHITELIST = "SGLANG_PLUGINS"
 _OFFLINE = "HF_HUB_OFFLINE"
+_NO_TIERS = dict.fromkeys(
+    (
+        "host_tier_bytes",
+        "disk_tier_path",
+        "disk_tier_bytes",
+        "remote_tier",
+        "remote_tier_extra_config",
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,7 @@ def server_of(launch: Launch, side: str) -> Server:
     """
     config = load()
     if side == STOCK:
-        config = msgspec.structs.replace(config, index="radix")
+        config = msgspec.structs.replace(config, index="radix", **_NO_TIERS)
     elif config.index == "radix":
         raise ConfigError(f'{VARIABLE}: {{"index": "radix"}} is the stock side; remove the key')
     arguments = [

@@ -87,6 +87,12 @@ class V4Cache(TesseraCache):
         arena = self._tiers.arena
         return all(arena.saved_slot(page) is not None for page in _last_pages(path))
 
+    @property
+    def most_bodies(self) -> int:
+        """As many as have room for their states."""
+        arena = self._tiers.arena
+        return arena.size - arena.running - arena.startable
+
     def keep_for(self, waiting: Callable[[], Iterable[Path]]) -> None:
         """What waiting requests hold keeps its states."""
         self._rows.awaited = lambda: (

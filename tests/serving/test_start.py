@@ -12,7 +12,12 @@ from server import RequestError, Server
 
 REFUSED: list[tuple[dict[str, Any], list[str], list[str]]] = [
     ({"index": "tree"}, [], ["TESSERA_CONFIG", "index", "content"]),
-    ({"disk_tier_path": "/tmp/x"}, [], ["disk_tier_path", "not available", "remove"]),
+    ({"swa_persistence": "full"}, [], ["swa_persistence", "not available", "remove"]),
+    (
+        {"disk_tier_path": "/proc/none", "disk_tier_bytes": 1 << 20},
+        [],
+        ["disk_tier_path", "/proc/none"],
+    ),
     ({}, ["--disable-radix-cache"], ["--disable-radix-cache", "TESSERA_CONFIG", "drop"]),
     ({}, ["--page-size", "32"], ["--page-size 32", "--attention-backend tessera", "drop"]),
     ({"span_root": [20] * 63}, [], ["span_root", "63", "whole pages"]),

@@ -21,8 +21,8 @@ AUTO_ROOT_TEXT = "The following text is given for reference. "
 
 # Keys of the public surface whose feature is not in this version: refused, never ignored.
 _LATER: dict[str, str] = {
-    "swa_persistence": "windowed layers go through SGLang's own tree",
-    "swa_checkpoint_tokens": "windowed layers go through SGLang's own tree",
+    "swa_persistence": "no tier below the device keeps windows yet",
+    "swa_checkpoint_tokens": "no tier below the device keeps windows yet",
     "require_salt": "set cache_salt in the requests that need it",
     "private_spans": "set cache_salt or extra_key in the requests that need it",
 }

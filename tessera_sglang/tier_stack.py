@@ -119,7 +119,7 @@ def _disk(config: Config, manifest: Manifest, memory: KvMemory) -> Store | None:
     assert config.disk_tier_bytes is not None
     try:
         store = DiskStore.open(
-            config.disk_tier_path,
+            Path(config.disk_tier_path).expanduser(),
             manifest=manifest.json(),
             page_bytes=memory.page_bytes,
             layout=json.dumps(memory.layout).encode(),

@@ -22,7 +22,7 @@ _FIGURES: Sequence[tuple[str, str, Callable[[float], str]]] = (
     ("TTFT p50", "ttft_p50_s", seconds),
     ("TTFT p99", "ttft_p99_s", seconds),
     ("inter-token latency p50", "itl_p50_s", seconds),
-    ("throughput, tokens/s", "throughput_tokens_per_s", count),
+    ("prompt tokens served per second", "throughput_tokens_per_s", count),
 )
 _MORE_IS_BETTER = frozenset({"throughput_tokens_per_s"})
 _HITS = (("prefix hits", "prefix_hit_share"), ("span hits", "span_hit_share"))

@@ -73,7 +73,8 @@ class Directory:
         self.punches = files.can_punch(self.segments_path)
 
     def make(self) -> None:
-        """Make the directories that are missing. Raises OSError."""
+        """Make the directories that are missing, for this user alone. Raises OSError."""
+        self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         for each in (self.segments_path, self.quarantine_path, self.manifests_path):
             each.mkdir(parents=True, exist_ok=True)
 

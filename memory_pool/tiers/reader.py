@@ -15,6 +15,9 @@ from .records import TierCounters
 from .ticket import Ticket
 
 JOB_BYTES = 8 << 20  # more than one thread may serve a request, and what is queued be given up
+JOB_PAGES = (
+    16  # small pages too: a slow store gives a request that stops waiting a part of its pages
+)
 
 
 class Reader:
@@ -40,7 +43,7 @@ class Reader:
         self._store = store
         self._presence = Presence(store) if store is not None else None
         self._counters = counters
-        self._job_pages = max(1, JOB_BYTES // host.page_bytes)
+        self._job_pages = max(1, min(JOB_BYTES // host.page_bytes, JOB_PAGES))
         self._reads: dict[Entry, Read] = {}
         self._tickets: dict[str, set[Ticket]] = {}
 

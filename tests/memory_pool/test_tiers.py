@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 import time
 from collections.abc import Callable, Iterator
 
@@ -264,6 +265,30 @@ def test_an_abort_gives_back_what_is_queued(make: Make) -> None:
     assert stack.held(first) == 2
     assert stack.held(second) == 0
     assert stack.counters.prefetch_cancelled == 3
+
+
+def test_who_stops_waiting_for_a_slow_store_has_what_came(make: Make) -> None:
+    class Slow(MemoryStore):
+        permits = threading.Semaphore(0)
+
+        def read(self, names: list[PageName], into: memoryview) -> list[bool]:
+            assert self.permits.acquire(timeout=WAIT)
+            return super().read(names, into)
+
+    names, store = document(1, 40), Slow()
+    store.pages = stored(names).pages
+    stack = make(40, store, workers=1)
+    ticket = stack.prefetch(names, "r")
+    assert ticket is not None
+    store.permits.release()
+    until(stack, lambda: stack.held(names) > 0)
+    came = stack.held(names)
+    assert came < 40, "a request's pages do not all come at once"
+    assert not ticket.done
+    ticket.cancel()
+    assert stack.counters.prefetch_cancelled > 0, "what no thread has begun"
+    store.permits.release(2)
+    assert read_back(stack, names[:came]) == came
 
 
 def test_reads_that_do_not_fit_are_refused(make: Make) -> None:

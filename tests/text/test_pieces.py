@@ -85,7 +85,7 @@ def test_a_tokenizer_that_can_not_begin_inside_a_text_says_so():
         """Gives one token a text, so that no text is the beginning of another."""
 
         def encode(self, text: str, **options: object) -> list[int]:
-            return [hash(text) % 1000] if text else []
+            return [len(text)] if text else []
 
     with pytest.raises(CutError, match="puts a space before a text"):
         encode(Joined(), [_plain("a"), _span("b" * 9)], page_tokens=1, special_tokens=False)
